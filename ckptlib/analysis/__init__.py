@@ -1,0 +1,1 @@
+"""Statistics, tables, figures and claims over recorded trials; this package never runs a trial."""

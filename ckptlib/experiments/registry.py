@@ -1,0 +1,354 @@
+"""Every output of the suite with its columns; no file may be produced that this page does not name.
+
+``stable`` columns are the same byte for byte in every run on one machine with the same seeds;
+``timing`` columns hold measured times and what follows from them; ``host`` columns describe the
+machine. A frame is held to its entry by :func:`validate`, and written and read by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckptlib.errors import InvalidInput, explain
+
+KINDS = ("stable", "timing", "host")
+#: Column types, as pandas extension types: a missing whole number must not turn into a float.
+DTYPES = {"text": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column means: kind (see above), unit, documentation, and type."""
+
+    kind: str
+    unit: str
+    doc: str
+    dtype: str = "text"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One csv of ``data/results/<profile>``: who makes it, its columns in order, and its key."""
+
+    name: str
+    notebook: str
+    module: str
+    columns: dict[str, Column] = field(repr=False)
+    key: tuple[str, ...] = ("trial_id",)
+
+    def stable(self) -> list[str]:
+        """Columns that two runs must agree on, byte for byte."""
+        return [name for name, column in self.columns.items() if column.kind == "stable"]
+
+
+def _text(doc: str, kind: str = "stable") -> Column:
+    return Column(kind, "", doc, "text")
+
+
+def _int(doc: str, unit: str = "", kind: str = "stable") -> Column:
+    return Column(kind, unit, doc, "int")
+
+
+def _bool(doc: str) -> Column:
+    return Column("stable", "", doc, "bool")
+
+
+def _time(doc: str, unit: str = "s") -> Column:
+    return Column("timing", unit, doc, "float")
+
+
+_TRIAL = {"trial_id": _text("the trial, zero-padded so that text order is trial order")}
+_MODE = {"mode": _text("write mode: unsafe, atomic_nodirsync or atomic_dirsync")}
+_SEED = {"seed": _int("seed of the run that the trial belongs to")}
+_STEP = {"step": _int("training step of the checkpoint concerned")}
+_RECOVERY = {
+    "acknowledged_step": _int("newest step whose save() had returned; empty if none had"),
+    "recovered_step": _int("step that load() returned; empty if nothing could be loaded"),
+}
+
+OUTPUTS: dict[str, Output] = {
+    output.name: output
+    for output in (
+        Output(
+            "training",
+            "01_training",
+            "ckptlib.experiments.training",
+            {
+                **_TRIAL,
+                "mode": _text("write mode; empty in the arm without checkpoints"),
+                "arm": _text("no_checkpoint, uninterrupted, or killed and recovered"),
+                **_SEED,
+                "epochs": _int("epochs trained in the end"),
+                "saves": _int("checkpoints in the complete run"),
+                "final_state_digest": _text("content digest of the complete final state"),
+                "test_accuracy": Column("stable", "", "accuracy on the held-out digits", "float"),
+                "kill_point": _text("inside a save or between saves; killed only"),
+                "killed_at_step": _int(
+                    "step that training had reached at the SIGKILL; killed only"
+                ),
+                "killed_after_step": _int("newest acknowledged step at the SIGKILL; killed only"),
+                "recovered_step": _int("step that the second process continued from; killed only"),
+                "bit_identical": _bool("final digest equals the uninterrupted run's; killed only"),
+                "train_s": _time("time in training, saves included"),
+                "save_s": _time("time in saves"),
+                "share": _time("save_s / train_s", ""),
+            },
+        ),
+        Output(
+            "training_curve",
+            "01_training",
+            "ckptlib.experiments.training",
+            {
+                **_TRIAL,
+                "process": _int("1; or 2 for the process that recovered and went on"),
+                "step": _int("optimizer step, counted from 1"),
+                "loss": Column("stable", "nat", "cross-entropy of the step's batch", "float"),
+                "arm": _text("as in training"),
+                "mode": _text("as in training"),
+                **_SEED,
+            },
+            key=("trial_id", "process", "step"),
+        ),
+        Output(
+            "latency",
+            "02_latency",
+            "ckptlib.experiments.latency",
+            {
+                **_TRIAL,
+                **_MODE,
+                "protocol": _text("per_file, batched or artifact"),
+                **_SEED,
+                **_STEP,
+                "block": _int("random block in which the modes were interleaved"),
+                "payload_bytes": _int("bytes of the saved parts", "B"),
+                "latency_s": _time("time of the save() call"),
+                "flush_calls": _int("flushes that the save asked for, files and directories"),
+                "flush_primitive": _text("system call that did the flushing", "host"),
+                "filesystem": _text("file system type of the scratch folder", "host"),
+            },
+        ),
+        Output(
+            "latency_process",
+            "02_latency",
+            "ckptlib.experiments.latency",
+            {
+                **_TRIAL,
+                **_MODE,
+                **_SEED,
+                "run": _int("number of the run within its mode"),
+                "saves": _int("checkpoints that the process saved"),
+                "total_s": _time("whole life of the process"),
+                "per_checkpoint_s": _time("total_s / saves, as the paper computes it"),
+                "import_s": _time("part of total_s before the first save: start and imports"),
+            },
+        ),
+        Output(
+            "crash",
+            "03_crash",
+            "ckptlib.experiments.crash",
+            {
+                **_TRIAL,
+                **_MODE,
+                "protocol": _text("per_file, batched or artifact"),
+                "method": _text("artifact: the paper's injection; sigkill: a child really killed"),
+                "crash_point": _text("where in the save it struck; none in the control"),
+                **_SEED,
+                **_STEP,
+                "in_flight_step": _int("step being saved when it struck; empty if none was"),
+                **_RECOVERY,
+                "group_valid": _bool("whether the guard accepts the group in flight"),
+                "killed": _bool("whether a process was really killed"),
+                "outcome": _text("class of the recovery, see the oracle"),
+                "rule": _text("first oracle rule broken, or empty"),
+                "expected": _bool("whether the mode's promise allows this outcome"),
+                "reason": _text("why the guard refused the group in flight; empty if valid"),
+            },
+        ),
+        Output(
+            "corruption",
+            "04_corruption",
+            "ckptlib.experiments.corruption",
+            {
+                **_TRIAL,
+                "kind": _text("file: single-file checkpoint; group: checkpoint of several files"),
+                "target": _text("file that was damaged"),
+                "fault": _text("none, bitflip, zerorange or truncate"),
+                **_SEED,
+                **_STEP,
+                "bytes_changed": _int("bytes that differ from before the fault", "B"),
+                "effective": _bool("whether a checker must notice: bytes with meaning changed"),
+                "detected": _bool("whether any layer objected"),
+                "layer": _text("first layer that objected; empty if none did"),
+                "load_error": _bool("layer 1: the file does not load"),
+                "schema_mismatch": _bool("layer 2: other names, types or shapes"),
+                "digest_mismatch": _bool("layer 3: other tensor contents"),
+                "file_sha_mismatch": _bool("layer 4: another file hash"),
+                "nonfinite": _bool("layer 5: NaN or Inf"),
+                **_RECOVERY,
+                "rollback_ok": _bool("load() returned the newest intact checkpoint"),
+            },
+        ),
+        Output(
+            "timeline",
+            "05_timeline",
+            "ckptlib.experiments.timeline",
+            {
+                "t_s": _time("time since the start of the run"),
+                "kind": _text(
+                    "sample: I/O counter; operation: of the vfs; event: of training", "timing"
+                ),
+                "name": _text("counter, operation or event", "timing"),
+                "value": _time("counter reading, duration or size", "as named"),
+                "unit": _text("unit of value", "timing"),
+                "step": _int("training step; empty for samples", kind="timing"),
+                "mode": _text("write mode in force", "timing"),
+            },
+            key=(),
+        ),
+        Output(
+            "claims",
+            "09_findings",
+            "ckptlib.analysis.claims",
+            {
+                "claim_id": _text("identifier in data/published/claims.yml"),
+                "source": _text("table or section of the paper"),
+                "published": _text("what the paper reports"),
+                "measured": _text("what was found here", "timing"),
+                "ci_low": _time("lower end of the 95% interval", "as measured"),
+                "ci_high": _time("upper end of the 95% interval", "as measured"),
+                "verdict": _text("reproduced, differs or not_comparable", "timing"),
+                "note": _text("why, in one sentence", "timing"),
+            },
+            key=("claim_id",),
+        ),
+    )
+}
+
+FIGURES: dict[str, str] = {
+    "fig_training": "01_training",
+    "fig1_latency_ecdf": "02_latency",
+    "fig_process_vs_save": "02_latency",
+    "fig2_group_validity": "03_crash",
+    "fig3_failure_reasons": "03_crash",
+    "fig_recovery_outcomes": "03_crash",
+    "fig4_detection": "04_corruption",
+    "fig5_timeline": "05_timeline",
+    "fig_guidance": "09_findings",
+    "fig_claims": "09_findings",
+}
+
+TABLES: dict[str, str] = {
+    "table_training": "01_training",
+    "table1_latency": "02_latency",
+    "table2_overhead": "02_latency",
+    "table3_crash": "03_crash",
+    "table_outcomes": "03_crash",
+    "table4_corruption": "04_corruption",
+    "table_layers": "04_corruption",
+    "table_claims": "09_findings",
+    "table_guidance": "09_findings",
+}
+
+
+def output(name: str) -> Output:
+    """Give one entry of :data:`OUTPUTS`.
+
+    Raises
+    ------
+    InvalidInput
+        No output has this name.
+    """
+    if name not in OUTPUTS:
+        raise InvalidInput(
+            explain(
+                "unknown output",
+                expected=f"one of {', '.join(OUTPUTS)}",
+                found=repr(name),
+                do="register it in ckptlib/experiments/registry.py",
+            )
+        )
+    return OUTPUTS[name]
+
+
+def check_columns(names: Iterable[str], name: str, path=None) -> None:
+    """Hold a set of column names to the registry.
+
+    Raises
+    ------
+    InvalidInput
+        A column is missing, or one is there that the registry does not name.
+    """
+    found, wanted = set(names), set(output(name).columns)
+    if found != wanted:
+        raise InvalidInput(
+            explain(
+                f"the columns of output {name} are not those of the registry",
+                path=path,
+                expected=f"also {sorted(wanted - found)}" if wanted - found else None,
+                found=f"unknown {sorted(found - wanted)}" if found - wanted else None,
+                do="correct the experiment, or ckptlib/experiments/registry.py with it",
+            ),
+            path,
+        )
+
+
+def validate(frame, name: str, path=None):
+    """Hold a frame to the registry and bring it into canonical form.
+
+    Parameters
+    ----------
+    frame : pandas.DataFrame
+        One row a trial (or another key, see the entry).
+    name : str
+        Name of the output.
+
+    Returns
+    -------
+    pandas.DataFrame
+        The same rows with the registry's columns in its order and types, sorted by the key.
+
+    Raises
+    ------
+    InvalidInput
+        Missing or unknown columns, values of another type, or a key that is not unique.
+    """
+    entry = output(name)
+    check_columns(frame.columns, name, path)
+    canonical = {}
+    for column, spec in entry.columns.items():
+        values = frame[column]
+        try:
+            if spec.dtype == "text":
+                values = values.where(values.notna(), "").astype("str")
+            else:
+                values = values.astype(DTYPES[spec.dtype])
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(
+                explain(
+                    f"column {column} of output {name} has values of another type",
+                    path=path,
+                    expected=spec.dtype,
+                    found=str(error),
+                    do="correct the experiment",
+                ),
+                path,
+            ) from error
+        canonical[column] = values
+    result = frame.assign(**canonical)[list(entry.columns)]
+    key = list(entry.key)
+    if key:
+        twice = result[result.duplicated(key)]
+        if len(twice):
+            raise InvalidInput(
+                explain(
+                    f"output {name} has several rows with one key",
+                    path=path,
+                    expected=f"unique {', '.join(key)}",
+                    found=f"{len(twice)} repeated, the first being {tuple(twice[key].iloc[0])}",
+                    do="correct the experiment's plan",
+                ),
+                path,
+            )
+        result = result.sort_values(key, kind="stable")
+    return result.reset_index(drop=True)
