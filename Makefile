@@ -31,7 +31,8 @@ help:  ## print this help
 	@echo '  RESULTS=$(RESULTS)    tables and executed notebooks'
 	@echo '  FIGURES=$(FIGURES)    figures and printed tables'
 	@echo '  JOBS=$(JOBS)    worker processes; the results do not depend on it'
-	@echo '  ENGINE=$(ENGINE)    loky (this machine) or dask (a cluster, with SCHEDULER=tcp://host:port)'
+	@echo '  ENGINE=$(ENGINE)    loky (this machine) or dask (a cluster, with SCHEDULER)'
+	@echo '  SCHEDULER=$(SCHEDULER)    address of a Dask scheduler, tcp://host:port'
 	@echo '  PYTHON=$(PYTHON)    the Python (3.11 or newer) that .venv is made from'
 	@echo '  TORCH_INDEX=$(TORCH_INDEX)    a package index for torch alone, for example a CPU-only one'
 

@@ -6,14 +6,16 @@ never trusted for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
 
 from ckptlib import guard, manifests, sidecars
-from ckptlib.errors import CkptError
+from ckptlib.errors import CkptError, CorruptCheckpoint, ReadFailed
 from ckptlib.guard import Verdict
 from ckptlib.manifests import COMMIT, MANIFEST, Manifest
+from ckptlib.streams import operation
 from ckptlib.vfs import VFS
 
 STORE = "STORE.json"
@@ -53,10 +55,11 @@ class Catalog:
         self._verified: dict[str, tuple] = {}
 
     def names(self) -> list[str]:
-        try:
-            return self._vfs.list(self.root)
-        except FileNotFoundError:
-            return []
+        with operation("list", self.root, ReadFailed):
+            try:
+                return self._vfs.list(self.root)
+            except FileNotFoundError:
+                return []
 
     def candidates(self, *, cached: bool = False) -> list[Candidate]:
         """Every step directory, newest commit first; those without a manifest last."""
@@ -85,15 +88,26 @@ class Catalog:
         return candidate
 
     def remembered_run(self) -> str | None:
-        """The run that STORE.json names, or None if it is missing or damaged."""
+        """The run that STORE.json names, or None if it is missing or damaged.
+
+        Raises
+        ------
+        ReadFailed
+            It cannot be read just now: to take another run for this one would be worse.
+        """
         path = os.path.join(self.root, STORE)
         try:
             document = sidecars.parse(sidecars.read_small(self._vfs, path, MAX_STORE), path)
             manifests.check_schema(document, STORE_SCHEMA, path)
         except manifests.NewerSchema:
             raise
-        except (OSError, CkptError):
+        except CorruptCheckpoint:
             return None
+        except OSError as error:
+            if error.errno in guard.COMPLETED:
+                return None
+            with operation("read", path, ReadFailed):
+                raise
         run = document.get("run")
         return run if isinstance(run, str) and 0 < len(run) <= 200 else None
 
@@ -118,11 +132,13 @@ class Catalog:
         folder = os.path.join(self.root, QUARANTINE)
         try:
             names = self._vfs.list(folder)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # what was moved aside never stands in the way of a save
             return []
         found = []
         for path in (os.path.join(folder, name) for name in names):
-            if self._vfs.exists(os.path.join(path, COMMIT)):
+            with contextlib.suppress(OSError):
+                if not self._vfs.exists(os.path.join(path, COMMIT)):
+                    continue
                 record = os.path.join(path, MANIFEST)
                 try:
                     text = sidecars.read_small(self._vfs, record, manifests.MAX_MANIFEST)

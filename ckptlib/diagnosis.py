@@ -203,7 +203,7 @@ class _Child:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
-        if answer:
+        if answer.endswith(b"\n"):
             return json.loads(answer)
         code = self._process.wait()
         if code == -signal.SIGALRM:
@@ -211,10 +211,12 @@ class _Child:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
         raise _Died(f"the process that parsed it ended {how}")
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         """End the child: by the end of its input if it is idle, by force if it is not."""
         if self.owner != os.getpid():
             return
+        if at_once:
+            self._process.kill()
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
@@ -241,14 +243,18 @@ def _ask(request: dict) -> dict[str, str]:
     """Ask this process's child, which is started when it is first needed and after it died."""
     global _child
     with _lock:
-        if _child is None or not _child.usable():
+        if _child is not None and not _child.usable():
+            _child.close(at_once=True)
+            _child = None
+        if _child is None:
             _child = _Child()
         try:
             return _child.ask(request)
-        except _Died as died:
-            return {"load_error": str(died)}
-        except BaseException:  # interrupted half-way: the next answer would be the wrong one's
-            _child._process.kill()
+        except BaseException as error:  # whatever it is, the next answer might be the wrong one's
+            _child.close(at_once=True)
+            _child = None
+            if isinstance(error, _Died):
+                return {"load_error": str(error)}
             raise
 
 

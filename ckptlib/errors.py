@@ -75,6 +75,23 @@ class WriteFailed(CkptError, OSError):
         self.operation = operation
 
 
+class ReadFailed(CkptError, OSError):
+    """The operating system refused to show what is there just now; nothing was concluded from it.
+
+    Attributes
+    ----------
+    errno : int
+        The operating system's error number.
+    operation : str
+        The step that failed, for example ``list``.
+    """
+
+    def __init__(self, message: str, path=None, errno: int | None = None, operation: str = ""):
+        super().__init__(message, path)
+        self.errno = errno
+        self.operation = operation
+
+
 class CommittedNotDurable(CkptError, OSError):
     """The checkpoint is in place and complete, but a flush after the commit failed.
 

@@ -27,7 +27,14 @@ from ckptlib.streams import (
     write_open,
 )
 from ckptlib.vfs import VFS, File
-from ckptlib.write_modes import FLUSH_ATTEMPTS, Flushes, WriteMode, flush_directory, put
+from ckptlib.write_modes import (
+    FLUSH_ATTEMPTS,
+    Flushes,
+    WriteMode,
+    flush_directory,
+    patiently,
+    put,
+)
 
 PROTOCOLS = ("per_file", "batched", "artifact")
 
@@ -104,7 +111,7 @@ def write_group(
     WriteFailed
         A step failed before the commit; what was begun is not a checkpoint.
     CommittedNotDurable
-        The group is committed, a flush after that failed.
+        The group is committed, a flush after that failed; ``receipt`` is the GroupWritten.
     AlreadyExists
         Something took the name meanwhile.
     """
@@ -142,7 +149,7 @@ def _per_file(vfs, directory, parts, identity, mode, flushes, *, outer) -> Group
         put(vfs, inside(COMMIT), as_source(commit), mode, flushes)
     except WriteFailed as error:
         if error.operation == "flush_dir":  # COMMIT has its name already
-            raise _not_durable(directory, error) from error
+            raise _not_durable(directory, error, _result(manifest, text, commit)) from error
         raise
     return _result(manifest, text, commit)
 
@@ -181,7 +188,7 @@ def _batched(vfs, directory, parts, identity, mode, flushes, *, outer) -> GroupW
         try:
             flush_directory(vfs, parent, flushes)
         except WriteFailed as error:
-            raise _not_durable(directory, error) from error
+            raise _not_durable(directory, error, _result(manifest, text, commit)) from error
     return _result(manifest, text, commit)
 
 
@@ -214,12 +221,12 @@ def _rename_free(vfs: VFS, source: str, target: str) -> None:
         raise AlreadyExists(
             explain("the name is taken", path=target, do="choose another step"), target
         )
-    vfs.rename(source, target)
+    patiently(lambda: vfs.rename(source, target))
 
 
-def _not_durable(directory: str, error: WriteFailed) -> CommittedNotDurable:
+def _not_durable(directory: str, error: WriteFailed, written: GroupWritten) -> CommittedNotDurable:
     return CommittedNotDurable(
         explain("the checkpoint is committed but not known to be durable", path=directory,
                 found=str(error), do="save again at a later step when the cause is gone"),
-        directory, error.errno,
+        directory, error.errno, written,
     )  # fmt: skip

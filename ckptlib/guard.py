@@ -22,7 +22,7 @@ from ckptlib.vfs import REAL, VFS, File
 
 VALID, INVALID, UNVERIFIED, INDETERMINATE = "VALID", "INVALID", "UNVERIFIED", "INDETERMINATE"
 #: Errors that say what is there, not that it cannot be read just now.
-_COMPLETED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO}
+COMPLETED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _layer(layer: str, file: str):
         raise _Stop(INVALID, layer, f"{file} is missing", file, absent=True) from None
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        if error.errno in _COMPLETED:
+        if error.errno in COMPLETED:
             reason = f"{file} is not a regular file ({name})"
             raise _Stop(INVALID, layer, reason, file) from None
         raise _Stop(INDETERMINATE, "read", f"{file} cannot be read now ({name})", file) from None
@@ -118,7 +118,7 @@ def read_manifest(vfs: VFS, directory: str) -> tuple[Manifest, str]:
 
     Raises ``_Stop``; use :func:`peek` or :func:`check_group` from outside.
     """
-    with _layer("commit", os.path.basename(directory)):
+    with _layer("commit", COMMIT):
         is_directory = stat.S_ISDIR(vfs.stat(directory).st_mode)
     _demand(is_directory, "commit", "it is a link or a file, not a directory")
     with _layer("commit", COMMIT):
@@ -164,11 +164,14 @@ def check_group(
         if step is not None:
             reason = f"the directory stands for step {step}, its manifest for {manifest.step}"
             _demand(manifest.step == step, "identity", reason, MANIFEST)
+        # all are opened before any is hashed: a writer may prune this directory meanwhile, and
+        # open files stay readable
         for entry in manifest.entries:
             with _layer("size", entry.file):
-                file = vfs.open(os.path.join(directory, entry.file))
-            checked.files[entry.name] = file
+                checked.files[entry.name] = vfs.open(os.path.join(directory, entry.file))
+        for entry in manifest.entries:
             with _layer("sha256", entry.file):
+                file = checked.files[entry.name]
                 _check_size_and_hash(file, entry.file, entry.size, entry.sha256)
     except _Stop as stop:
         checked.close()

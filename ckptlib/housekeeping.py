@@ -22,16 +22,32 @@ LOCK = "LOCK"
 
 
 def make_directories(vfs: VFS, path: str, flushes: Flushes) -> None:
-    """Make a directory and its missing parents; where the mode asks for it, flush each holder."""
-    missing = []
-    while not vfs.exists(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for directory in reversed(missing):
-        with operation("mkdir", directory), contextlib.suppress(FileExistsError):
-            vfs.mkdir(directory)
-        if flushes.mode.flushes_directories:
-            flush_directory(vfs, os.path.dirname(directory), flushes)
+    """Make a directory and its missing parents; where the mode asks for it, flush each holder.
+
+    The holder of ``path`` itself is flushed even if ``path`` is there: whoever made it may have
+    died before the flush. If a flush fails, what was made is taken away, so that nobody later
+    relies on a directory whose name never reached the disk.
+    """
+    missing, place = [], path
+    with operation("stat", path):
+        while not vfs.exists(place):
+            missing.append(place)
+            place = os.path.dirname(place)
+    made = []
+    try:
+        for directory in reversed(missing):
+            with operation("mkdir", directory), contextlib.suppress(FileExistsError):
+                vfs.mkdir(directory)
+                made.append(directory)
+            if flushes.mode.flushes_directories:
+                flush_directory(vfs, os.path.dirname(directory), flushes)
+        if not missing and flushes.mode.flushes_directories:
+            flush_directory(vfs, os.path.dirname(path), flushes)
+    except BaseException:
+        for directory in reversed(made):
+            with contextlib.suppress(OSError):
+                vfs.rmdir(directory)
+        raise
 
 
 @contextlib.contextmanager
@@ -54,8 +70,7 @@ def writer(vfs: VFS, root: str):
                             do="wait for it, or give each job a store of its own"),
                     root,
                 ) from None  # fmt: skip
-        with operation("list", root):
-            temps.sweep(vfs, root, own_all=True)
+        temps.sweep(vfs, root, own_all=True)
         yield
 
 
@@ -100,9 +115,11 @@ def remove(vfs: VFS, root: str, directory: str, flushes: Flushes) -> None:
 def point_latest(vfs: VFS, root: str, step: int) -> None:
     """Replace the relative link ``latest_ok``; it is a convenience that nothing depends on."""
     temp = os.path.join(root, temps.temp_name())
-    vfs.symlink(step_name(step), temp)
+    with operation("symlink", temp):
+        vfs.symlink(step_name(step), temp)
     try:
-        replace(vfs, temp, os.path.join(root, LATEST))
+        with operation("replace", os.path.join(root, LATEST)):
+            replace(vfs, temp, os.path.join(root, LATEST))
     except BaseException:
         with contextlib.suppress(OSError):
             vfs.unlink(temp)

@@ -104,7 +104,8 @@ def read(vfs: VFS, target: str) -> list[Digest]:
         It is not one of ours, or is about another file.
     """
     path = target + SUFFIX
-    document = parse(read_small(vfs, path, MAX_BYTES), path)
+    data = read_small(vfs, path, MAX_BYTES)
+    document = parse(data, path)
     name, entries = os.path.basename(target), document.get("digests")
     if document.get("schema") != SCHEMA or document.get("file") != name:
         raise CorruptCheckpoint(
@@ -124,6 +125,8 @@ def read(vfs: VFS, target: str) -> list[Digest]:
         is_sha256(d.sha256) and is_size(d.size) and type(d.observed) is bool for d in digests
     ):
         raise CorruptCheckpoint(explain("the sidecar's digests are malformed", path=path), path)
+    if data != to_bytes(target, *digests):  # nothing else watches over a sidecar's own bytes
+        raise CorruptCheckpoint(explain("the sidecar is not in canonical form", path=path), path)
     return digests
 
 

@@ -28,7 +28,7 @@ from ckptlib.errors import (
 )
 from ckptlib.guard import INVALID, VALID, Verdict
 from ckptlib.manifests import COMMIT, check_name
-from ckptlib.streams import as_source
+from ckptlib.streams import as_source, operation
 from ckptlib.vfs import REAL, VFS
 from ckptlib.write_modes import Flushes, WriteMode, put
 
@@ -146,6 +146,7 @@ class CheckpointStore:
             formats.get(format)  # raises the right error
         self.content_digests = content_digests
         self._vfs, self._catalog = vfs, Catalog(vfs, self.path)
+        self._rooted = False  # whether this object has seen to the store's own directory
         self._remembered = self._catalog.remembered_run()
         self.run_id = self._choose_run(run_id, new_run)
 
@@ -193,7 +194,9 @@ class CheckpointStore:
         _check_count("step", step, 0)
         prepared = self._prepare(parts)
         flushes = Flushes(os.path.join(self.path, STORE), self.mode)
-        housekeeping.make_directories(self._vfs, self.path, flushes)
+        if not self._rooted:
+            housekeeping.make_directories(self._vfs, self.path, flushes)
+            self._rooted = True
         with housekeeping.writer(self._vfs, self.path):
             self._remember_run(flushes)
             directory = os.path.join(self.path, step_name(step))
@@ -210,7 +213,9 @@ class CheckpointStore:
                     self._vfs, directory, prepared, identity, self.mode, self.protocol, flushes
                 )
             except CommittedNotDurable as error:
-                error.receipt = receipt("", 0, False, str(error))
+                written = error.receipt
+                digest, size = written.manifest_digest, written.bytes
+                error.receipt = receipt(digest, size, False, str(error))
                 raise
             durable, reason = flushes.durable()
             if durable and self.protocol == "artifact":
@@ -257,23 +262,31 @@ class CheckpointStore:
             self._remembered = self.run_id
 
     def _clear_the_way(self, step: int, directory: str, flushes: Flushes) -> None:
-        if not self._vfs.exists(directory):
-            return
-        verdict = guard.check_group(directory, step=step, vfs=self._vfs).verdict
+        with operation("stat", directory):
+            if not self._vfs.exists(directory):
+                return
+        checked = guard.check_group(directory, step=step, vfs=self._vfs)
+        verdict = checked.verdict
         if verdict.status != INVALID:
             what = "is committed" if verdict else f"may not be touched ({verdict})"
+            if checked.manifest and checked.manifest.run != self.run_id:
+                what += f" by another run, {checked.manifest.run!r}"
             raise AlreadyExists(
                 explain(f"step {step} {what}", path=directory,
-                        do="save at another step; committed steps are write-once"),
+                        do="save at another step or in another folder; committed steps are "
+                        "write-once"),
                 directory,
             )  # fmt: skip
         housekeeping.quarantine(self._vfs, self.path, directory, flushes)
 
     def _next_identity(self, step: int) -> groups.Identity:
-        committed = [c for c in self._catalog.candidates(cached=True) if c.manifest]
+        candidates = self._catalog.candidates(cached=True)
+        committed = [c for c in candidates if c.manifest]
         mine = [c for c in committed if c.manifest.run == self.run_id]
         aside = [m.sequence for m in self._catalog.quarantined() if m]
-        sequence = max([c.sequence for c in committed] + aside, default=0) + 1
+        # what cannot be read now may hold the numbers that follow: leave them out
+        hidden = sum(not c.manifest and not c.verdict.absent for c in candidates)
+        sequence = max([c.sequence for c in committed] + aside, default=0) + hidden + 1
         return groups.Identity(self.run_id, step, sequence, mine[0].digest if mine else None)
 
     def _after_commit(self, step: int) -> str:
@@ -327,7 +340,7 @@ class CheckpointStore:
         CorruptCheckpoint
             ``expect`` is not in the lineage of what was found.
         """
-        for _ in range(3):  # a writer may prune what a reader has just listed: then look again
+        for _ in range(100):  # a writer may prune what a reader has just listed: then look again
             before = self._catalog.names()
             candidates = self._catalog.candidates()
             # without a manifest there is no order: these are passed over first, and reported

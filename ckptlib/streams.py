@@ -22,19 +22,19 @@ _ZERO_WRITES = 3  # consecutive writes of nothing before a device is called stuc
 
 
 @contextlib.contextmanager
-def operation(name: str, path: str):
-    """Turn an operating-system error of one step into WriteFailed, its errno kept."""
+def operation(name: str, path: str, kind: type[CkptError] = WriteFailed):
+    """Turn an operating-system error of one step into a typed one, its errno kept."""
     try:
         yield
     except CkptError:
         raise
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        raise WriteFailed(
+        raise kind(
             explain(
                 f"{name} failed with {code} ({os.strerror(error.errno or 0)})",
                 path=path,
-                do=_ADVICE.get(error.errno, "nothing was installed; see the system's log"),
+                do=_ADVICE.get(error.errno, "see the system's log and try again"),
             ),
             path,
             error.errno,

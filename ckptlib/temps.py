@@ -82,11 +82,17 @@ def sweep(vfs: VFS, directory: str, *, own_all: bool = False) -> list[str]:
     own_all : bool
         The caller holds the directory's writer lock, so that every temporary name in it belongs to
         a dead writer, whatever process it names.
+
+    What cannot be listed or removed stays: a leftover must never stand in the way of a save.
     """
-    removed = []
-    for name in filter(is_temp, vfs.list(directory)):
+    removed: list[str] = []
+    try:
+        names = vfs.list(directory)
+    except OSError:
+        return removed
+    for name in filter(is_temp, names):
         path = os.path.join(directory, name)
-        with contextlib.suppress(FileNotFoundError):  # somebody else swept it
+        with contextlib.suppress(OSError):
             if own_all or abandoned(name, vfs.stat(path).st_mtime, time.time()):
                 remove_tree(vfs, path)
                 removed.append(name)

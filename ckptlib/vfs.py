@@ -154,8 +154,12 @@ class VFS:
     """The real file system. Paths are ``str``; every method may raise ``OSError``."""
 
     def create(self, path: str, *, exclusive: bool = True, permissions: int = 0o666) -> File:
-        """Open for writing from zero; ``exclusive`` fails if the name exists; umask applies."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if exclusive else os.O_TRUNC)
+        """Open for writing from zero; ``exclusive`` fails if the name exists; umask applies.
+
+        A symbolic link is never written through: ELOOP.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= os.O_EXCL if exclusive else os.O_TRUNC
         return File(os.open(path, flags, permissions), path, writable=True)
 
     def open(self, path: str) -> File:
@@ -219,7 +223,7 @@ class VFS:
 
     def lock(self, path: str) -> Lock:
         """Take the writer's lock or raise ``BlockingIOError`` at once."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:

@@ -17,6 +17,7 @@ import functools
 import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -143,10 +144,15 @@ def stage(
 
 
 def replace(vfs: VFS, source: str, target: str) -> None:
-    """Rename onto the final name; sharing errors (SMB, some FUSE mounts) are tried again."""
+    """Rename a file onto its final name, see :func:`patiently`."""
+    patiently(lambda: vfs.replace(source, target))
+
+
+def patiently(rename: Callable[[], None]) -> None:
+    """Try a rename again, a few times, after sharing errors (SMB, some FUSE mounts)."""
     for attempt in range(1, REPLACE_ATTEMPTS + 1):
         try:
-            vfs.replace(source, target)
+            rename()
             return
         except PermissionError:
             if attempt == REPLACE_ATTEMPTS:
@@ -321,8 +327,7 @@ def install(
             _drop(vfs, side)
         return receipt(written, *flushes.durable())
 
-    with operation("list", os.path.dirname(target)):
-        temps.sweep(vfs, os.path.dirname(target))
+    temps.sweep(vfs, os.path.dirname(target))
     staged = stage(vfs, target, source, flushes, permissions)
     if sidecar:
         try:

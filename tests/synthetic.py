@@ -12,6 +12,9 @@ import pandas as pd
 from ckptlib.experiments import registry
 
 MODES = ("unsafe", "atomic_nodirsync", "atomic_dirsync")
+ARMS = (("unsafe", "per_file"), *((m, p) for p in ("per_file", "batched") for m in MODES[1:]))
+PACE = {"per_file": 1, "batched": 0.7, "single_file": 0.3}
+FILE_ARMS = tuple((mode, "single_file") for mode in MODES)
 CURVES = {  # p0, p50, p90, p99, p100 of one save, in seconds
     "unsafe": (0.0020, 0.002473, 0.003241, 0.003349, 0.0034),
     "atomic_nodirsync": (0.0030, 0.003870, 0.005317, 0.006978, 0.0071),
@@ -23,12 +26,13 @@ SLOW = {  # dirsync is the fastest, and everything takes seconds
     "atomic_dirsync": (1.0, 2.0, 2.1, 2.2, 2.3),
 }
 POINTS = ("after_model", "before_manifest", "manifest_partial", "before_commit")
-REASON = {
-    "after_model": "model.pt: expected 65536 bytes, found 32768",
-    "before_manifest": "COMMIT.json is missing",
-    "manifest_partial": "MANIFEST.json is not valid JSON",
-    "before_commit": "optimizer.pt is missing",
-}
+REASON = dict(
+    zip(
+        (*POINTS, "mid_write"),
+        ("size mismatch", "missing COMMIT", "manifest error", "missing part", "not installed"),
+        strict=True,
+    )
+)
 
 
 def world(kind: str = "paper", *, runs: int = 40, saves: int = 40, seeds: int = 10) -> dict:
@@ -59,27 +63,24 @@ def latency(good=True, runs=40, saves=40) -> pd.DataFrame:
     curves, primitive = (CURVES, "fsync") if good else (SLOW, "F_FULLFSYNC")
     rng = np.random.default_rng(7)
     rows = []
-    for mode in MODES:
-        for protocol in ("per_file", "batched"):
-            if (mode, protocol) == ("unsafe", "batched"):
-                continue
-            times = _times(rng, curves[mode], runs, saves) * (0.7 if protocol == "batched" else 1)
-            rows += [
-                {
-                    "mode": mode, "protocol": protocol, "seed": run, "step": step + 1,
-                    "block": run, "payload_bytes": 200_000, "latency_s": times[run, step],
-                    "flush_calls": 0 if mode == "unsafe" else 5,
-                    "flush_primitive": "none" if mode == "unsafe" else primitive,
-                    "filesystem": "ext4",
-                }
-                for run in range(runs)
-                for step in range(saves)
-            ]  # fmt: skip
+    for mode, protocol in ARMS + FILE_ARMS:
+        times = _times(rng, curves[mode], runs, saves) * PACE[protocol]
+        rows += [
+            {
+                "mode": mode, "protocol": protocol, "seed": run, "step": step + 1, "block": run,
+                "payload_bytes": 200_000, "latency_s": times[run, step],
+                "flush_calls": 0 if mode == "unsafe" else 5,
+                "flush_primitive": "none" if mode == "unsafe" else primitive,
+                "filesystem": "ext4",
+            }
+            for run in range(runs)
+            for step in range(saves)
+        ]  # fmt: skip
     return _number(rows)
 
 
 def _times(rng, curve, runs, saves) -> np.ndarray:
-    """Times (runs, saves) with a pace of its own in each run, whose pooled percentiles are exact."""
+    """Times (runs, saves) in which every run has its own pace and the percentiles are exact."""
     knots = (0, 50, 90, 99, 100)
     times = np.interp(rng.uniform(0, 100, (runs, saves)), knots, curve)
     times *= np.exp(rng.normal(0, 0.06, (runs, 1)))
@@ -104,36 +105,34 @@ def crash(good=True, seeds=10, saves=40) -> pd.DataFrame:
     rows = []
     for seed in range(seeds):
         for step in range(1, saves + 1):
-            for mode in MODES[1:]:
-                rows.append(_crash("artifact", mode, "per_file", "none", seed, step, good, good))
+            cells = [("artifact", "atomic_dirsync", "artifact", "none")]
             for point in POINTS if step == saves else POINTS[:1]:
-                row = _crash("artifact", "unsafe", "artifact", point, seed, step, False, good)
-                rows.append(row)
-        for step in range(1, min(saves, 10) + 1):
-            for mode in MODES:
-                for point in POINTS:
-                    row = _crash("sigkill", mode, "per_file", point, seed, step, False, good)
-                    rows.append(row)
+                cells.append(("artifact", "unsafe", "artifact", point))
+            if step <= 10:
+                points = ("none", *POINTS, "before_acknowledge")
+                cells += [("sigkill", *arm, point) for arm in ARMS for point in points]
+                points = ("none", "mid_write", "before_acknowledge")
+                cells += [("sigkill", *arm, point) for arm in FILE_ARMS for point in points]
+            rows += [_crash(*cell, seed, step, good) for cell in cells]
     return _number(rows)
 
 
-def _crash(method, mode, protocol, point, seed, step, valid, good) -> dict:
-    valid = valid if good or point == "none" else True
-    outcome = "kept" if valid else "lost_unacknowledged"
+def _crash(method, mode, protocol, point, seed, step, good) -> dict:
+    whole = point in ("none", "before_acknowledge")
+    valid, outcome = whole, "kept" if whole else "lost_unacknowledged"
+    reason = "" if whole else REASON[point]
+    if mode == "unsafe" and point == "mid_write":
+        outcome = "unrecoverable"  # what unsafe does not promise
     if not good:
-        valid, outcome = point != "none", ("mixed", "unrecoverable")[step % 2]
-    # A world in which size mismatch is not the main reason still has refused groups.
-    if not good and method == "artifact" and step % 3 == 0:
-        valid = False
-    reason = "" if valid else REASON.get(point, "MANIFEST.json is torn")
-    if not good and not valid:
-        reason = "MANIFEST.json is torn"
+        valid = not whole and (method == "sigkill" or step % 3 > 0)
+        outcome = ("mixed", "unrecoverable")[step % 2]
+        reason = "" if valid else "manifest error"
     return {
         "mode": mode, "protocol": protocol, "method": method, "crash_point": point, "seed": seed,
         "step": step, "in_flight_step": step, "acknowledged_step": step - 1 or pd.NA,
         "recovered_step": step if valid else step - 1 or pd.NA, "group_valid": valid,
-        "killed": method == "sigkill", "outcome": outcome, "rule": "" if good else "1",
-        "expected": good, "reason": reason,
+        "killed": method == "sigkill" and point != "none", "outcome": outcome,
+        "rule": "" if good else "1", "expected": good, "reason": reason,
     }  # fmt: skip
 
 
@@ -191,22 +190,24 @@ def training() -> pd.DataFrame:
 
 def timeline() -> pd.DataFrame:
     rows = []
+    written = 0
 
     def add(t, kind, name, value, unit, step, mode):
-        rows.append(dict(t_s=t, kind=kind, name=name, value=value, unit=unit, step=step, mode=mode))
+        rows.append([t, kind, name, value, unit, step, mode])
 
-    written = 0
     for tick in range(100):
-        t = tick / 20
-        mode = MODES[tick // 34]
+        t, mode = tick / 20, MODES[tick // 34]
         if tick % 10 == 5:
-            step = tick // 10 + 1
-            add(t, "event", "save", 0.02, "s", step, mode)
-            for i, call in enumerate(("write", "flush", "replace", "flush_dir")):
-                if mode == "unsafe" and call != "write":
-                    continue
+            step = tick // 10 % 3 + 1
+            add(t, "event", "checkpoint", 0.02, "s", step, mode)
+            calls = ("mkdir", "create", "write", "flush", "replace", "flush_dir")
+            for i, call in enumerate(calls[:3] if mode == "unsafe" else calls):
                 add(t + i * 0.004, "operation", call, 0.003, "s", step, mode)
             written += 200_000
-        add(t, "sample", "write_bytes", written, "B", pd.NA, mode)
-        add(t, "sample", "read_bytes", 1000 * tick, "B", pd.NA, mode)
-    return pd.DataFrame(rows)
+        if tick in (33, 67, 99):
+            add(t, "event", "write_back", 0.04, "s", pd.NA, "")
+        for name, value in (("disk_write_bytes", 2 * written), ("process_write_bytes", written)):
+            add(t, "sample", name, value, "B", pd.NA, mode)
+            add(t, "sample", name, value / 20, "B/s", pd.NA, mode)
+    columns = ["t_s", "kind", "name", "value", "unit", "step", "mode"]
+    return pd.DataFrame(rows, columns=columns)

@@ -220,7 +220,7 @@ def half_done(tmp_path_factory):
     return (folder / "toy.jsonl").read_bytes()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_torn_or_altered_journal_never_yields_a_row_that_was_not_written(
     tmp_path, half_done, data
@@ -307,7 +307,7 @@ def test_two_processes_cannot_make_one_output_at_once(tmp_path):
     process.wait()
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     value=st.floats(allow_nan=False),
     maybe=st.none() | st.integers(-(2**62), 2**62),

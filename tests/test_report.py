@@ -42,7 +42,8 @@ class Loads(HTMLParser):
 
 def notebook_of(title: str, *outputs_: nbformat.NotebookNode) -> nbformat.NotebookNode:
     text = f"# {title}\n\n## What you need\n\n$x^2$ ![remote](https://example.org/remote.png)\n\n"
-    text += "![local](local.png) and [the next](04_corruption.ipynb), [none](../x/07_none.ipynb), [above](#What-you-need)"
+    text += "![local](local.png), [the next](04_corruption.ipynb), [none](../x/07_none.ipynb), "
+    text += "[above](#What-you-need)"
     code = new_code_cell("print('computed')", execution_count=1, outputs=list(outputs_))
     return new_notebook(cells=[new_markdown_cell(text), code])
 

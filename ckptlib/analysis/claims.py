@@ -115,7 +115,7 @@ def _without_exception(found: Interval, wanted: int) -> Judgement:
     if not found.n:
         return Judgement(NOT_COMPARABLE, found, found.method)
     exact = stats.proportion(found.k, found.n, safety=True).scaled(100)
-    return _judge(found.k == wanted, exact, f"{found.k} of {found.n} (bound: {exact.method})")
+    return _judge(found.k == wanted, exact, f"{found.k} of {found.n} (interval: {exact.method})")
 
 
 @_rule
@@ -128,20 +128,27 @@ def all_kinds(found: Interval, published: float) -> Judgement:
 
 
 @_rule
-def above(found: Interval, published: float, threshold: float) -> Judgement:
-    """The whole interval lies above the threshold."""
-    return _no_interval(found) or _side(found.low > threshold, found, "above", threshold)
+def above(found: Interval, published: float, threshold: float, widest: float) -> Judgement:
+    """The whole interval lies above the threshold; one that holds it must not exceed `widest`."""
+    return _side(found.low > threshold, found, "above", threshold, widest)
 
 
 @_rule
-def below(found: Interval, published: float, threshold: float) -> Judgement:
-    """The whole interval lies below the threshold."""
-    return _no_interval(found) or _side(found.high < threshold, found, "below", threshold)
+def below(found: Interval, published: float, threshold: float, widest: float) -> Judgement:
+    """The whole interval lies below the threshold; one that holds it must not exceed `widest`."""
+    return _side(found.high < threshold, found, "below", threshold, widest)
 
 
-def _side(holds: bool, found: Interval, side: str, threshold: float) -> Judgement:
-    told = found.low <= threshold <= found.high
-    words = f"lies {side}" if holds else ("cannot tell from" if told else f"is not {side}")
+def _side(holds: bool, found: Interval, side: str, threshold: float, widest: float) -> Judgement:
+    missing = _no_interval(found)
+    if missing:
+        return missing
+    if found.low <= threshold <= found.high:
+        why = f"the interval ({found.method}) holds {threshold:g}"
+        if found.high - found.low > widest:
+            return Judgement(NOT_COMPARABLE, found, f"{why} and is too wide to judge by")
+        return Judgement(DIFFERS, found, why)
+    words = f"lies {side}" if holds else f"is not {side}"
     return _judge(holds, found, f"the interval ({found.method}) {words} {threshold:g}")
 
 
@@ -266,6 +273,25 @@ def evaluate(claims: list[Claim], frames: measures.Frames) -> pd.DataFrame:
         sentence = f"{note[0].upper()}{note[1:]}."
         rows.append([claim.id, claim.source, *texts, *bounds, judged.verdict, sentence])
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def readable(table: pd.DataFrame, claims: list[Claim]) -> pd.DataFrame:
+    """The table of `evaluate` for people: the claim in words, the interval beside the estimate."""
+    words = {claim.id: claim.says for claim in claims}
+    bounds = [
+        f" [{low:.4g}, {high:.4g}]" if np.isfinite([low, high]).all() else ""
+        for low, high in zip(table["ci_low"], table["ci_high"], strict=True)
+    ]
+    return pd.DataFrame(
+        {
+            "claim": table["claim_id"].map(words),
+            "source": table["source"],
+            "paper": table["published"],
+            "here [95% CI]": table["measured"] + bounds,
+            "verdict": table["verdict"].str.replace("_", " "),
+            "why": table["note"],
+        }
+    )
 
 
 def with_unit(value: float, unit: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
@@ -19,6 +21,7 @@ from ckptlib.analysis.style import (
     canvas,
     errorbar,
     look,
+    plain_log,
     stacked,
     style,
 )
@@ -28,25 +31,42 @@ def figure_outcomes(crash: pd.DataFrame) -> PaperFigure:
     """What recovery found after a SIGKILL, by mode, protocol and crash point."""
     killed = crash[crash["method"] == "sigkill"]
     table = tables.outcomes(killed)
-    arms = stats.arms(table)
-    points = stats.in_order(table["crash_point"])
+    modes, protocols = stats.in_order(table["mode"]), stats.in_order(table["protocol"])
     shown = [name for name in tables.OUTCOMES if table[name].sum()]
+    points = {
+        protocol: stats.in_order(table.loc[table["protocol"] == protocol, "crash_point"])
+        for protocol in protocols
+    }
+    heights = [len(own) + 2.2 for own in points.values()]
     with style():
-        fig, axes = canvas(PAGE, 1.05 + 0.27 * len(points), 1, len(arms), sharey=True)
-        for ax, (mode, protocol) in zip(axes[0], arms, strict=True):
+        fig, axes = canvas(
+            PAGE, 0.5 + 0.22 * sum(heights), len(protocols), len(modes), height_ratios=heights
+        )
+        for (row, protocol), (column, mode) in product(enumerate(protocols), enumerate(modes)):
+            ax = axes[row][column]
             part = stats.arm(table, mode, protocol).set_index("crash_point")
-            bars = part.reindex(points, fill_value=0)[shown]
-            bars.index = [point.replace("_", " ") for point in points]
-            stacked(ax, bars, OUTCOMES)
-            ax.set(title=f"{mode.replace('_', ' ')}\n{protocol}")
-            ax.set_xlabel("trials (%)")
+            bars = part[shown].reindex(points[protocol], fill_value=0)
+            bars.index = [point.replace("_", " ") for point in bars.index]
+            if part.empty:  # unsafe has no batched commit
+                ax.set_yticks(range(len(bars)), bars.index)
+                ax.set_ylim(len(bars) - 0.4, -0.6)
+                ax.text(0.5, 0.5, f"no {protocol} commit", ha="center", transform=ax.transAxes)
+                ax.grid(False)
+                ax.tick_params(bottom=False, labelbottom=False)
+            else:
+                stacked(ax, bars, OUTCOMES)
+            ax.set_title(f"{mode}, {protocol.replace('_', ' ')}")
+            ax.tick_params(labelleft=column == 0)
+            if row == len(protocols) - 1:
+                ax.set_xlabel("trials (%)")
         handles, labels = axes[0][0].get_legend_handles_labels()
         fig.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     totals = ", ".join(f"{name.replace('_', ' ')} {int(table[name].sum())}" for name in shown)
     return fig.tell(
         f"""What recovery found after a real SIGKILL at each point of a save, by write mode and
-        commit protocol. Counts at the end of the bars, n = {len(killed)} trials in all; the bars
-        carry no interval. Losing a save that was never acknowledged is legal.""",
+        commit protocol (single file: one file that every save overwrites; none: the control, in
+        which nothing is killed). Counts at the end of the bars, n = {len(killed)} trials in all;
+        the bars carry no interval. Losing a save that was never acknowledged is legal.""",
         f"Stacked horizontal bars, one a crash point, a panel for each arm. In all: {totals}.",
         table,
     )
@@ -85,7 +105,9 @@ def figure_process(
             y = np.arange(len(part)) + shift
             ms = part[["p50_s", "low_s", "high_s"]] * 1e3
             errorbar(ax, ms["p50_s"], y, ms["low_s"], ms["high_s"], shape, label=name)
-        ax.set(xscale="log", xlabel="median time per checkpoint (ms)")
+        ax.set(xlabel="median time per checkpoint (ms)")
+        spread = table[["p50_s", "low_s", "high_s"]]
+        plain_log(ax, "x", spread.min(axis=None) * 900, spread.max(axis=None) * 1100)
         ax.set_yticks(range(len(modes)), modes)
         ax.set_ylim(len(modes) - 0.5, -0.5)
         fig.legend(loc="outside lower center", ncols=3)
@@ -93,8 +115,8 @@ def figure_process(
     factor = first["p50_s"].to_numpy() / last["p50_s"].to_numpy()
     told = ", ".join(f"{mode} {f:.1f}" for mode, f in zip(modes, factor, strict=True))
     return fig.tell(
-        f"""Median time per checkpoint measured in three ways; the axis is logarithmic. 95% intervals:
-        order statistics over n = {first["n"].min()} processes, bootstrap over
+        f"""Median time per checkpoint measured in three ways; the axis is logarithmic. 95%
+        intervals: order statistics over n = {first["n"].min()} processes, bootstrap over
         {last["n"].min()} runs for the save itself; a mark without a bar has too few values for one.
         Whole process over save: {told}.""",
         f"Dots with intervals, write modes as rows. Whole process over the save itself: {told}.",
@@ -104,7 +126,7 @@ def figure_process(
 
 def figure_training(training: pd.DataFrame, curve: pd.DataFrame | None = None) -> PaperFigure:
     """Share of training spent in saves, and loss with and without a kill where a curve is given."""
-    saving = training[training["saves"].fillna(0) > 0]
+    saving = training[(training["saves"].fillna(0) > 0) & (training["arm"] == "uninterrupted")]
     modes = stats.in_order(saving["mode"])
     panels = 1 if curve is None else 2
     with style():
@@ -162,7 +184,8 @@ def figure_guidance(guidance: pd.DataFrame, target_share: float) -> PaperFigure:
     guidance : as :func:`ckptlib.analysis.guidance.guidance` gives it
     target_share : in (0, 1), drawn as a horizontal line
     """
-    interval = np.geomspace(1, 3600, 60)
+    first = min(1.0, guidance["smallest_interval_s"].min() / 2)
+    interval = np.geomspace(first, 3600, 60)
     arms = list(guidance[["mode", "protocol"]].itertuples(index=False, name=None))
     protocols = stats.in_order(guidance["protocol"])
     points = []
@@ -185,7 +208,9 @@ def figure_guidance(guidance: pd.DataFrame, target_share: float) -> PaperFigure:
                 ax.plot(at, target_share * 100, shape.marker, color=shape.color, mec="black")
         for ax, protocol in zip(axes[0], protocols, strict=True):
             ax.axhline(target_share * 100, color=GREY, lw=0.8)
-            ax.set(xscale="log", yscale="log", title=f"protocol {protocol}")
+            plain_log(ax, "x", interval[0], interval[-1])
+            plain_log(ax, "y", min(target_share, 1e-4) * 10, max(20, target_share * 200))
+            ax.set_title(f"protocol {protocol}")
             ax.set_xlabel("time between checkpoints (s)")
         axes[0][0].set_ylabel("share of time in saves (%)")
         modes = stats.in_order(guidance["mode"])
@@ -201,8 +226,8 @@ def figure_guidance(guidance: pd.DataFrame, target_share: float) -> PaperFigure:
         for row in guidance.itertuples()
     )
     return fig.tell(
-        f"""What checkpoints cost here, by the time between them; both axes logarithmic. Thick: median
-        save; thin: p99; the horizontal line is the target of {target_share:.2%}. n =
+        f"""What checkpoints cost here, by the time between them; both axes logarithmic. Thick:
+        median save; thin: p99; the horizontal line is the target of {target_share:.2%}. n =
         {guidance["n_saves"].min()} saves in {guidance["n_runs"].min()} runs per arm; the lines
         follow from Table 1, where the intervals are.""",
         f"Falling straight lines of cost over interval. The p99 meets the target from: {told}.",

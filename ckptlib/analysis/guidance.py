@@ -29,7 +29,7 @@ def guidance(
 
     Parameters
     ----------
-    latency : the output `latency`
+    latency : the output `latency`; single files are left out, since their payload is another
     target_share : share of the time that saves may take, in (0, 1)
     intervals_s : times between checkpoints, in seconds
 
@@ -47,7 +47,7 @@ def guidance(
         raise InvalidInput(f"target_share must lie between 0 and 1; found {target_share!r}")
     if any(not t > 0 for t in intervals_s):
         raise InvalidInput(f"every interval must be positive; found {list(intervals_s)!r}")
-    summary = stats.latency_summary(latency, (50, 99), how)
+    summary = stats.latency_summary(stats.groups(latency), (50, 99), how)
     rows = []
     for (mode, protocol), part in summary.groupby(["mode", "protocol"], sort=False):
         median, slow = (part[part["q"] == q].iloc[0] for q in (50, 99))

@@ -47,6 +47,11 @@ class Interval:
         rate, low, high = (x * factor + shift for x in (self.rate, self.low, self.high))
         return Interval(rate, low, high, self.method, self.n, self.k)
 
+    def told(self) -> str:
+        """A proportion in percent as part of a sentence, with its counts and its interval."""
+        bounds = f"95% interval {self.low:.2f}% to {self.high:.2f}%, {self.method}"
+        return f"{self.k} of {self.n} ({bounds if self.n else self.method})"
+
 
 @dataclass(frozen=True)
 class Resampling:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 
 import pandas as pd
 
-from ckptlib.analysis import reasons as kinds
 from ckptlib.analysis import stats
 from ckptlib.analysis.intervals import NOT_ESTIMABLE, Interval
 from ckptlib.errors import InvalidInput, explain
@@ -115,7 +114,7 @@ def agreement(frames: Frames, table: str, where: Mapping, left: str, right: str)
 def reason_share(frames: Frames, where: Mapping, reason: str) -> Interval:
     """Of the refused groups that meet `where`, the percentage refused for this kind of reason."""
     rows = _table(frames, "crash")
-    found = kinds.refused(rows[matching(rows, where)])["kind"]
+    found = stats.refused(rows[matching(rows, where)])["reason"]
     return stats.proportion(int((found == reason).sum()), len(found)).scaled(100)
 
 
@@ -123,7 +122,7 @@ def reason_share(frames: Frames, where: Mapping, reason: str) -> Interval:
 def reasons_seen(frames: Frames, where: Mapping, reasons: list) -> Interval:
     """The percentage of these kinds of reason that occurred at least once."""
     rows = _table(frames, "crash")
-    found = set(kinds.refused(rows[matching(rows, where)])["kind"])
+    found = set(stats.refused(rows[matching(rows, where)])["reason"])
     if not found:
         return stats.proportion(0, 0)
     return stats.proportion(len(found.intersection(reasons)), len(reasons)).scaled(100)
@@ -140,9 +139,7 @@ def latency_quantile(frames: Frames, mode: str, q: float, protocol: str) -> Inte
 
 
 @measure("latency")
-def latency_ratio(
-    frames: Frames, mode: str, baseline: str, q: float, protocol: str
-) -> Interval:
+def latency_ratio(frames: Frames, mode: str, baseline: str, q: float, protocol: str) -> Interval:
     """The percentile of one mode over that of another, paired over runs."""
     return stats.ratio(_runs(frames, mode, protocol), _runs(frames, baseline, protocol), q)
 

@@ -41,6 +41,7 @@ __all__ = [
     "compare_modes",
     "difference",
     "ecdf",
+    "groups",
     "holm",
     "in_order",
     "latency_summary",
@@ -51,6 +52,7 @@ __all__ = [
     "proportion",
     "quantile_interval",
     "ratio",
+    "refused",
     "run_matrix",
     "tail_growth",
 ]
@@ -65,7 +67,9 @@ _ORDER = {
         (
             *("unsafe", "atomic", "atomic_nodirsync", "atomic_dirsync"),
             *("artifact", "per_file", "batched"),
-            *("none", "after_model", "before_manifest", "manifest_partial", "before_commit"),
+            "single_file",
+            *("none", "mid_write", "after_model", "before_manifest", "manifest_partial"),
+            *("before_commit", "before_acknowledge"),
             *("bitflip", "zerorange", "truncate"),
         )
     )
@@ -95,8 +99,7 @@ def arm(frame: pd.DataFrame, mode: str, protocol: str | None = None) -> pd.DataF
 def baseline_protocol(frame: pd.DataFrame, protocol: str, baseline: str = BASELINE) -> str:
     """The protocol under which `baseline` is compared with an arm under `protocol`.
 
-    The same one if the baseline has it; else the baseline's last in showing order (`unsafe` has no
-    batched commit, so batched arms are held against `unsafe` per_file).
+    The same one if the baseline has it, else per_file: `unsafe` has no batched commit.
 
     Raises
     ------
@@ -105,7 +108,7 @@ def baseline_protocol(frame: pd.DataFrame, protocol: str, baseline: str = BASELI
     offered = in_order(frame.loc[frame["mode"] == baseline, "protocol"])
     if not offered:
         raise InvalidInput(f"there is no row of the mode {baseline!r} to compare with")
-    return protocol if protocol in offered else offered[-1]
+    return next(p for p in (protocol, "per_file", *offered) if p in offered)
 
 
 def latency_summary(
@@ -214,6 +217,17 @@ def holm(pvalues: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values, in the order given; an empty list stays empty."""
     values = list(pvalues)
     return [float(p) for p in multipletests(values, method="holm")[1]] if values else []
+
+
+def groups(trials: pd.DataFrame) -> pd.DataFrame:
+    """The trials of checkpoints that are groups of files; single files are left out."""
+    return trials[trials["protocol"] != "single_file"]
+
+
+def refused(crash: pd.DataFrame) -> pd.DataFrame:
+    """The trials of groups whose group in flight was refused; `reason` says why."""
+    found = groups(crash)
+    return found[~found["group_valid"].fillna(False).astype(bool)]
 
 
 _COMPARISON = [

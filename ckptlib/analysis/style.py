@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 COLUMN, PAGE = 3.35, 6.9  # inches: one column (85 mm) and a full page (175 mm)
 GREY = "#666666"
@@ -30,8 +31,8 @@ class Look:
 
 
 MODES = {
-    "unsafe": Look("#E69F00", "s", ":", "...."),
-    "atomic_nodirsync": Look("#009E73", "^", "--", "////"),
+    "unsafe": Look("#D55E00", "s", ":", "...."),
+    "atomic_nodirsync": Look("#56B4E9", "^", "--", "////"),
     "atomic_dirsync": Look("#0072B2", "o", "-", ""),
 }
 OUTCOMES = {
@@ -47,7 +48,7 @@ REASONS = {
     "missing COMMIT": Look("#E69F00", hatch="////"),
     "manifest error": Look("#56B4E9", hatch="...."),
     "missing part": Look("#CC79A7", hatch="xxxx"),
-    "other": Look("#F0E442", hatch="++++"),
+    "digest mismatch": Look("#F0E442", hatch="++++"),
 }
 VERDICTS = {
     "reproduced": Look("#0072B2", "o"),
@@ -121,9 +122,27 @@ def look(mode: str) -> Look:
     return MODES.get(mode, Look(GREY, "v", "-."))
 
 
+def plain_log(axes: Axes, which: str, low: float, high: float) -> None:
+    """A logarithmic axis ("x" or "y") from `low` to `high`, labelled with plain numbers."""
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    axis = getattr(axes, f"{which}axis")
+    span = np.log10(high / low)
+    steps = (1,) if span > 2.5 else (1, 2, 5) if span > 0.8 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    axis.set_major_locator(LogLocator(subs=steps, numticks=30))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def reason_look(reason: str) -> Look:
+    """The look of a reason for refusing a group; a rare one is white with a hatch."""
+    return REASONS.get(reason, Look("#FFFFFF", hatch="OO"))
+
+
 def errorbar(axes: Axes, x, y, low, high, shape: Look, **kwargs) -> None:
     """Horizontal estimates with intervals; a missing bound leaves the marker alone."""
     x, low, high = (np.asarray(v, dtype=float) for v in (x, low, high))
+    if not x.size:
+        return  # an empty unclipped artist would have no extent to lay out
     spread = np.clip(np.vstack([x - low, high - x]), 0, None)
     axes.errorbar(
         x, y, xerr=np.nan_to_num(spread), fmt=shape.marker, color=shape.color,
@@ -147,8 +166,9 @@ def stacked(axes: Axes, counts: pd.DataFrame, looks: dict[str, Look]) -> None:
     for place, total in zip(places, totals, strict=True):
         axes.annotate(
             f"{int(total)}", (1, place), (2, 0), xycoords=("axes fraction", "data"),
-            textcoords="offset points", va="center", fontsize=6.5,
+            textcoords="offset points", va="center", fontsize=7,
         )  # fmt: skip
-    axes.set(xlim=(0, 100), yticks=places, yticklabels=[str(name) for name in counts.index])
+    axes.set(xlim=(0, 100), xticks=(0, 50, 100))
+    axes.set_yticks(places, [str(name) for name in counts.index])
     axes.set_ylim(len(counts) - 0.4, -0.6)
     axes.grid(False, axis="y")

@@ -49,7 +49,10 @@ def table1_latency(latency: pd.DataFrame, how: Resampling = DEFAULT) -> pd.DataF
 def table2_overhead(latency: pd.DataFrame, how: Resampling = DEFAULT) -> pd.DataFrame:
     """Table 2: overhead against unsafe in percent, paired over runs."""
     return _by_quantile(
-        stats.overhead_summary(latency, how=how), "percent", 1, published("table2_overhead"),
+        stats.overhead_summary(latency, how=how),
+        "percent",
+        1,
+        published("table2_overhead"),
         "percent",
     )
 
@@ -80,7 +83,7 @@ def table3_crash(crash: pd.DataFrame) -> pd.DataFrame:
     """
     paper = published("table3_crash").set_index(["mode", "crash_point"])
     rows = []
-    for key, part in _groups(crash, ["method", "mode", "protocol", "crash_point"]):
+    for key, part in _groups(stats.groups(crash), ["method", "mode", "protocol", "crash_point"]):
         method, mode, _, point = key.values()
         valid = part["group_valid"].fillna(False).astype(bool)
         row = key | {"trials": len(part), "valid": int(valid.sum())}
@@ -106,10 +109,9 @@ def table4_corruption(corruption: pd.DataFrame) -> pd.DataFrame:
         effective = _flag(part, "effective")
         judged = part if key["fault"] == "none" else part[effective]
         found = int(_flag(judged, "detected").sum())
-        row = key | {"trials": len(part), "no_op": len(part) - int(effective.sum())}
-        if key["fault"] == "none":
-            row["no_op"] = 0  # a control is meant to change nothing
-        row |= {"judged": len(judged), "detected": found}
+        control = key["fault"] == "none"  # meant to change nothing
+        row = key | {"trials": len(part), "effective": int(effective.sum())}
+        row |= {"no_op": 0 if control else len(part) - int(effective.sum()), "detected": found}
         row |= _rate(found, len(judged), safety=True)
         row |= {layer: int(_flag(part, layer).sum()) for layer in LAYERS}
         known = key["kind"] == "file" and key["fault"] in paper.index
@@ -207,13 +209,19 @@ def present(frame: pd.DataFrame) -> pd.DataFrame:
 def _cell(value: object, digits: int) -> str:
     if pd.isna(value):
         return "–"
-    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+    return _number(value, digits) if isinstance(value, float) else str(value)
+
+
+def _number(value: float, digits: int) -> str:
+    if 0 < abs(value) < 10**-digits:  # two digits that count, rather than a zero that is none
+        return np.format_float_positional(value, precision=2, fractional=False)
+    return f"{value:.{digits}f}"
 
 
 def _bounds(low: float, high: float, digits: int) -> str:
     if pd.isna(low) or pd.isna(high):
         return f"[{NOT_ESTIMABLE}]"
-    return f"[{low:.{digits}f}, {high:.{digits}f}]"
+    return f"[{_number(low, digits)}, {_number(high, digits)}]"
 
 
 def to_markdown(shown: pd.DataFrame) -> str:
@@ -265,6 +273,12 @@ def save(frame: pd.DataFrame, name: str, folder: Path, caption: str) -> SavedTab
 def _latex(shown: pd.DataFrame, name: str, caption: str) -> str:
     # pandas escapes the cells and headings, but takes a caption for LaTeX.
     plain = re.sub(r"([&%$#_{}])", r"\\\1", caption)
+    widths = [shown[column].str.len().max() for column in shown.columns]
     return shown.to_latex(
-        index=False, escape=True, caption=plain, label=f"tab:{name}", position="htbp"
+        index=False,
+        escape=True,
+        caption=plain,
+        label=f"tab:{name}",
+        position="htbp",
+        column_format="".join("p{4cm}" if width > 40 else "l" for width in widths),
     )

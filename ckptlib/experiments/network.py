@@ -40,15 +40,16 @@ def deterministic() -> Iterator[None]:
 
     Sums over several threads depend on how many there are, so one thread is part of the promise.
     """
-    threads, algorithms = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads, before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     generators = rng_state()
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    # "error" is use_deterministic_algorithms(True), which would load torch's compiler as well: 1 s.
+    torch.set_deterministic_debug_mode("error")
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(algorithms)
+        torch.set_deterministic_debug_mode(before)
         restore_rng(generators)
 
 

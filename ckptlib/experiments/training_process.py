@@ -108,7 +108,9 @@ def killed_and_recovered(trial: dict, folder: Path) -> tuple[Course, Course]:
         done = next((words for words in lines if words[0] == "done"), None)
         if process.wait() != 0 or done is None:
             raise _child_failed(trial, folder, f"exit status {process.returncode}")
-    return first, Course(**json.loads(done[1]))
+    second = Course(**json.loads(done[1]))
+    second.losses = [(step, loss) for step, loss in second.losses]
+    return first, second
 
 
 class _child:
@@ -178,15 +180,16 @@ class StoppingVFS(LayeredVFS):
 def child(trial: dict, folder: Path, stop: bool) -> None:
     """Train a trial from the newest checkpoint in a store, or from the beginning if it is empty."""
     from ckptlib import CheckpointStore
-    from ckptlib.experiments.network import Trainer, deterministic
+
+    vfs = StoppingVFS()
+    store = CheckpointStore(folder, mode=trial["mode"], vfs=vfs)
+    from ckptlib.experiments.network import Trainer, deterministic  # slow, so after the checks
 
     with deterministic():
-        train(Trainer(0), 2, None, ())
+        train(Trainer(0), 2, None, ())  # a process's first step is slow and belongs to no arm
         trainer = Trainer(trial["seed"])
         steps = trial["epochs"] * trainer.steps_per_epoch
         save_at = save_steps(trial["epochs"], trial["save_every"], trainer.steps_per_epoch)
-        vfs = StoppingVFS()
-        store = CheckpointStore(folder, mode=trial["mode"], vfs=vfs)
         found = store.load(allow_empty=True)
         if found is not None:
             trainer.restore(found.parts)

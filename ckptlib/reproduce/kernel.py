@@ -92,7 +92,9 @@ def run_notebook(
 
 def _reason(error: Exception) -> str:
     if isinstance(error, PapermillExecutionError):
-        return f"{error.ename} in cell [{error.exec_count}]: {error.evalue}"
+        # Errors of worker processes carry their whole story; it is in the notebook.
+        summary = error.evalue.strip().split("\n\n")[0]
+        return f"{error.ename} in cell [{error.exec_count}]: {summary}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
