@@ -92,6 +92,7 @@ report: $(READY)  ## one page with the claims and all executed notebooks, readab
 	@$(PY) -m ckptlib.report --results '$(RESULTS)' --figures '$(FIGURES)' --output '$(RESULTS)/report.html'
 
 reference:  ## renew the committed run of the paper profile, and the numbers in README
+	rm -rf data/reference figures/reference
 	@$(MAKE) --no-print-directory reproduce PROFILE=paper RESULTS=data/reference FIGURES=figures/reference
 	@$(MAKE) --no-print-directory readme
 

@@ -145,10 +145,10 @@ def tensor_digest(tensor, key: str = "") -> str:
     ``requires_grad``, device, strides and storage sharing do not enter; NaN payloads and the sign
     of zero do, since they are bits.
     """
+    demand_data(tensor, key)
     digest = hashlib.sha256()
     _frame(digest, b"t", f"{tensor.dtype}|{tensor.layout}".encode())
     _frame(digest, b"s", repr(tuple(tensor.shape)).encode())
-    demand_data(tensor, key)
     try:
         parts = list(_components(tensor))
     except RuntimeError as error:  # a quantised tensor without its parameters, say

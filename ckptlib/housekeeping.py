@@ -19,6 +19,7 @@ from ckptlib.vfs import VFS, locked
 from ckptlib.write_modes import Flushes, flush_directory, replace
 
 LOCK = "LOCK"
+UNCOMMITTED = ".uncommitted"
 
 
 def make_directories(vfs: VFS, path: str, flushes: Flushes) -> None:
@@ -83,7 +84,7 @@ def quarantine(vfs: VFS, root: str, directory: str, flushes: Flushes) -> str:
     base = os.path.join(folder, os.path.basename(directory))
     if not vfs.exists(os.path.join(directory, COMMIT)):
         # never committed, so never acknowledged: one such leftover per step is enough
-        target = base + ".uncommitted"
+        target = base + UNCOMMITTED
         if vfs.exists(target):
             remove(vfs, root, target, flushes)
     else:
@@ -110,6 +111,15 @@ def remove(vfs: VFS, root: str, directory: str, flushes: Flushes) -> None:
             with contextlib.suppress(FileNotFoundError):
                 vfs.unlink(os.path.join(trash, COMMIT))
         temps.remove_tree(vfs, trash)
+
+
+def drop_uncommitted(vfs: VFS, root: str, flushes: Flushes) -> None:
+    """Delete what was moved aside without ever having been committed: nobody was promised it."""
+    folder = os.path.join(root, QUARANTINE)
+    if vfs.exists(folder):
+        for name in vfs.list(folder):
+            if name.endswith(UNCOMMITTED):
+                remove(vfs, root, os.path.join(folder, name), flushes)
 
 
 def point_latest(vfs: VFS, root: str, step: int) -> None:

@@ -462,7 +462,8 @@ class CheckpointStore:
     def prune(self, keep: int) -> list[int]:
         """Remove valid checkpoints of this run beyond the newest ``keep``; return their steps.
 
-        Damaged ones do not count and are not touched; the last valid one always stays.
+        Damaged ones do not count and are not touched; the last valid one always stays. Once there
+        are ``keep`` valid ones, quarantined directories that never had a commit record are deleted.
         """
         _check_count("keep", keep, 1)
         if not self._vfs.exists(self.path):
@@ -473,6 +474,9 @@ class CheckpointStore:
     def _prune(self, keep: int) -> list[int]:
         flushes = Flushes(os.path.join(self.path, STORE), self.mode)
         valid = [c for c in self._mine() if self._catalog.is_valid(c)]
+        if len(valid) >= keep:  # with that many to go back to, leftovers of dead writers can go
+            with operation("list", self.path):
+                housekeeping.drop_uncommitted(self._vfs, self.path, flushes)
         for candidate in valid[keep:]:
             housekeeping.remove(self._vfs, self.path, candidate.path, flushes)
         return [candidate.step for candidate in valid[keep:]]

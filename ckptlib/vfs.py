@@ -115,6 +115,8 @@ class File(io.RawIOBase):
         return os.write(self._fd, data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_SET and offset < 0:  # as any Python file does; parsers rely on it
+            raise ValueError(f"negative seek position {offset}")
         return os.lseek(self._fd, offset, whence)
 
     def tell(self) -> int:

@@ -245,7 +245,8 @@ def states(leaves: st.SearchStrategy | None = None, max_leaves: int = 8) -> st.S
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The values' bits in C order, taken the slow and obvious way."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone()
+    values = tensor.detach().resolve_conj().resolve_neg()
+    flat = torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1))
     return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
 
 
@@ -253,7 +254,7 @@ def canonical(state) -> tuple:
     """A structural description, equal if and only if two states hold the same."""
     kind = type(state)
     if isinstance(state, dict):
-        items = [(type(k).__name__, repr(k), canonical(v)) for k, v in state.items()]
+        items = [(*canonical(k), canonical(v)) for k, v in state.items()]
         return ("dict", *sorted(items))
     if kind in (list, tuple):
         return (kind.__name__, *map(canonical, state))
@@ -265,7 +266,7 @@ def canonical(state) -> tuple:
         return ("float", struct.pack("<d", state))
     if kind is complex:
         return ("complex", struct.pack("<dd", state.real, state.imag))
-    return (kind.__name__, repr(state))
+    return (kind.__name__, hex(state) if kind is int else repr(state))
 
 
 def same(left, right) -> bool:

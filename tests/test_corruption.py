@@ -20,7 +20,7 @@ from ckptlib import CheckpointStore, install, verify
 from ckptlib.catalog import step_name
 from ckptlib.diagnosis import LAYERS
 from ckptlib.errors import InvalidInput
-from ckptlib.experiments import corruption, engine, registry
+from ckptlib.experiments import corruption, engine, payloads, registry
 from ckptlib.faults.corruption import FAULTS, TARGETS, apply, chance_of_no_op, choose, damaged
 from ckptlib.formats import torch_format
 from ckptlib.guard import check_group
@@ -150,7 +150,7 @@ def test_an_unknown_fault_or_target_is_refused_by_name(tmp_path):
 def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
     """A single file with its sidecar, and a committed group."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    state = corruption.network_state(1, 1)
+    state = payloads.network(1, 1)
     install(folder / "file.pt", lambda sink: torch_format.save(state, sink), "atomic_nodirsync")
     store = CheckpointStore(folder / "run", mode="atomic_nodirsync")
     parts = {"model": {"w": torch.arange(9.0)}, "rng": {"state": torch.zeros(5)}}
@@ -319,7 +319,7 @@ def test_damage_comes_after_the_save_so_that_no_record_certifies_it(tmp_path):
     trials = corruption.plan(seed=8, seeds=1, saves=1, kinds=["group"], faults=["bitflip"])
     corruption.run_batch(trials, tmp_path)
     (entry, *_) = check_group(str(tmp_path / "group-8" / step_name(3))).manifest.entries
-    state = corruption.group_state(8, 3)["model"]
+    state = payloads.group(8, 3)["model"]
     from ckptlib.digests import content_digest
 
     assert entry.content == content_digest(state)

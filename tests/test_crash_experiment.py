@@ -13,7 +13,7 @@ from ckptlib.catalog import step_name
 from ckptlib.crashes import kill, oracle
 from ckptlib.digests import content_digest
 from ckptlib.errors import InvalidInput
-from ckptlib.experiments import crash, registry
+from ckptlib.experiments import crash, payloads, registry
 from ckptlib.experiments.context import open_run
 from ckptlib.vfs import REAL
 
@@ -70,12 +70,12 @@ def test_a_count_that_is_none_is_refused_by_name(name, value):
 
 
 def test_the_payload_has_the_papers_sizes_and_follows_from_seed_and_step():
-    state = crash.make_state(2025, 3)
-    assert state["model"]["weight"].nbytes == 128 * 1024
-    assert state["optimizer"]["momentum"].nbytes == 64 * 1024
-    digests = {content_digest(crash.make_state(*at)["model"]) for at in ((1, 2), (2, 1), (1, 3))}
+    state = payloads.group(2025, 3)
+    assert payloads.tensor_bytes({"model": state["model"]}) == 128 * 1024
+    assert payloads.tensor_bytes({"optimizer": state["optimizer"]}) == 64 * 1024
+    digests = {content_digest(payloads.group(*at)["model"]) for at in ((1, 2), (2, 1), (1, 3))}
     assert len(digests) == 3
-    assert content_digest(crash.make_state(2025, 3)) == content_digest(state)
+    assert content_digest(payloads.group(2025, 3)) == content_digest(state)
 
 
 def test_every_crash_point_is_explained():

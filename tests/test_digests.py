@@ -18,6 +18,10 @@ from ckptlib.errors import UnsupportedState
 from ckptlib.vfs import REAL
 
 RAW = bytes(range(1, 98))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse:UserWarning"),
+]
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1])

@@ -20,6 +20,7 @@ from ckptlib.catalog import step_name
 from ckptlib.diagnosis import LAYERS, Expectation, diagnose
 from ckptlib.digests import content_digest
 from ckptlib.errors import CorruptCheckpoint, NoValidCheckpoint
+from ckptlib.experiments import payloads
 from ckptlib.faults import corruption as faults
 from ckptlib.formats import torch_format
 from ckptlib.formats.schema import schema_of
@@ -28,7 +29,6 @@ from ckptlib.write_modes import WriteMode, install
 
 if TYPE_CHECKING:  # the notebook that plans the trials needs no tensor library
     import numpy
-    import torch
 
 KINDS = ("file", "group")
 #: The paper's faults, the control first.
@@ -80,46 +80,6 @@ def generator(seed: int, *words: int | str) -> numpy.random.Generator:
     return numpy.random.default_rng(numpy.random.SeedSequence([seed, *entropy]))
 
 
-def _draw(seed: int, step: int) -> torch.Generator:
-    import torch
-
-    return torch.Generator().manual_seed(int(generator(seed, step, "state").integers(2**63)))
-
-
-def network_state(seed: int, step: int) -> dict:
-    """The paper's small network, linear layers of 128x128 and 128x10, with biases still at zero.
-
-    Returns
-    -------
-    dict of str to torch.Tensor
-        float32; about 70 KiB. The values belong to this seed and step alone.
-    """
-    import torch
-
-    draw = _draw(seed, step)
-    return {
-        "layer1.weight": torch.randn(128, 128, generator=draw) / 128**0.5,
-        "layer1.bias": torch.zeros(128),
-        "layer2.weight": torch.randn(10, 128, generator=draw) / 128**0.5,
-        "layer2.bias": torch.zeros(10),
-    }
-
-
-def group_state(seed: int, step: int) -> dict[str, dict]:
-    """The paper's group: 128 KiB of model, 64 KiB of optimizer, and a generator's state."""
-    import torch
-
-    draw = _draw(seed, step)
-    weights = {f"layer{i}.weight": torch.randn(128, 128, generator=draw) for i in (1, 2)}
-    momentum = {0: {"momentum_buffer": torch.randn(128, 128, generator=draw)}}
-    settings = [{"lr": 0.01, "momentum": 0.9, "params": [0]}]
-    return {
-        "model": weights,
-        "optimizer": {"state": momentum, "param_groups": settings},
-        "rng": {"torch": draw.get_state()},
-    }
-
-
 class _Files:
     """A run that keeps each checkpoint in a file of its own, with a sidecar."""
 
@@ -134,7 +94,7 @@ class _Files:
 
     def save(self, step: int) -> str:
         """Save the checkpoint of a step; return its content digest."""
-        state, path = network_state(self._seed, step), self.path(step)
+        state, path = payloads.network(self._seed, step), self.path(step)
         receipt = install(path, lambda sink: torch_format.save(state, sink), MODE)
         digest = content_digest(state)
         self._expected[path] = Expectation(receipt.sha256, receipt.bytes, digest, schema_of(state))
@@ -176,7 +136,7 @@ class _Groups:
 
     def save(self, step: int) -> str:
         """Save the checkpoint of a step; return the content digest of all its parts."""
-        parts = group_state(self._seed, step)
+        parts = payloads.group(self._seed, step)
         path = self._store.save(step, parts).path
         for entry in guard.check_group(path, step=step).manifest.entries:
             self._expected[os.path.join(path, entry.file)] = Expectation.of(entry)

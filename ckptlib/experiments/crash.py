@@ -21,7 +21,7 @@ from ckptlib.crashes import kill, oracle
 from ckptlib.crashes.kill import Point, StrikingVFS
 from ckptlib.crashes.oracle import FILE, Aftermath, Judgement, Ledger
 from ckptlib.errors import CkptError, InvalidInput, explain
-from ckptlib.experiments import registry
+from ckptlib.experiments import payloads, registry
 from ckptlib.guard import verify
 from ckptlib.manifests import COMMIT, MANIFEST
 from ckptlib.store import CheckpointStore
@@ -132,20 +132,6 @@ def _cells(method, arms, seed: int, seeds: int, steps, points) -> Iterator[dict]
 
 #: Fields of a trial that make a batch for the engine.
 BATCH = ("method", "mode", "protocol", "seed")
-
-
-def make_state(seed: int, step: int) -> dict:
-    """The paper's payload for one step of one seed: 128 KiB model, 64 KiB optimizer, RNG state."""
-    import numpy
-    import torch
-
-    (word,) = numpy.random.SeedSequence([seed, step]).generate_state(1, numpy.uint64)
-    generator = torch.Generator().manual_seed(int(word >> numpy.uint64(1)))
-    return {
-        "model": {"weight": torch.randn(128, 256, generator=generator)},
-        "optimizer": {"momentum": torch.randn(64, 256, generator=generator), "step": step},
-        "rng": {"torch": generator.get_state()},
-    }
 
 
 def crash_points() -> list[dict[str, str]]:
@@ -310,7 +296,7 @@ class Bench:
         """The operations of an undisturbed save."""
         if not self._trace:
             recorder = RecordingVFS()
-            place = self.root / "recorded" / "trial"  # a store of the same name
+            place = self.root / "recorded" / self.root.name / "trial"  # the same names
             shutil.copytree(self.root / "template", place, symlinks=True)
             self.save(place, step, recorder, lambda step: None)
             shutil.rmtree(place.parent)
@@ -324,7 +310,7 @@ class Bench:
     # what differs between a group and a single file
 
     def parts(self, step: int) -> dict:
-        return make_state(self.seed, step)
+        return payloads.group(self.seed, step)
 
     def save(self, place: Path, step: int, vfs: VFS, acknowledge: Callable[[int], None]) -> None:
         store = CheckpointStore(
@@ -346,7 +332,7 @@ class FileBench(Bench):
     points: Mapping = FILE_POINTS
 
     def parts(self, step: int) -> dict:
-        return {FILE: make_state(self.seed, step)["model"]}
+        return {FILE: payloads.group(self.seed, step)["model"]}
 
     def save(self, place: Path, step: int, vfs: VFS, acknowledge: Callable[[int], None]) -> None:
         source = partial(formats.get("torch").save, self.state(step)[FILE])

@@ -150,19 +150,27 @@ OUTPUTS: dict[str, Output] = {
             {
                 **_TRIAL,
                 **_MODE,
-                "protocol": _text("per_file, batched or artifact"),
+                "protocol": _text("per_file, batched, artifact, or single_file (install)"),
                 "method": _text("artifact: the paper's injection; sigkill: a child really killed"),
                 "crash_point": _text("where in the save it struck; none in the control"),
                 **_SEED,
                 **_STEP,
-                "in_flight_step": _int("step being saved when it struck; empty if none was"),
+                "in_flight_step": _int(
+                    "step being saved when it struck, if one was. In the paper's after_model "
+                    "it is acknowledged too, since that save returns"
+                ),
                 **_RECOVERY,
                 "group_valid": _bool("whether the guard accepts the group in flight"),
                 "killed": _bool("whether a process was really killed"),
                 "outcome": _text("class of the recovery, see the oracle"),
                 "rule": _text("first oracle rule broken, or empty"),
                 "expected": _bool("whether the mode's promise allows this outcome"),
-                "reason": _text("why the guard refused the group in flight; empty if valid"),
+                "reason": _text(
+                    "why the guard refused the group in flight; empty if valid. For a single file, "
+                    "not installed: the old file still stands"
+                ),
+                "next_save_ok": _bool("whether the next save after recovery worked and was found"),
+                "leftovers": _int("unrecognised or temporary names left after that save"),
             },
         ),
         Output(

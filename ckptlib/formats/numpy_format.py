@@ -34,7 +34,7 @@ def _arrays(state):
             arrays[member] = raw
         else:
             notes[name] = [member, None, None]
-            arrays[member] = leaf
+            arrays[member] = numpy.asarray(leaf, order="C")  # one file for equal values
     return skeleton, arrays, notes
 
 
@@ -119,7 +119,13 @@ def load(file, map_location=None):
                     return array
                 import torch
 
-                tensor = torch.from_numpy(array).view(getattr(torch, dtype)).reshape(shape)
+                wanted = getattr(torch, dtype)
+                if array.size == 0:  # a byte view of nothing has no stride to speak of
+                    tensor = torch.empty(shape, dtype=wanted)
+                    if tensor.numel():
+                        raise ValueError(f"{member} is empty, its tensor is not")
+                else:
+                    tensor = torch.from_numpy(array).view(wanted).reshape(shape)
                 return tree.place(tensor, map_location)
 
             return tree.rebuild(index["skeleton"], fetch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cmath
+
 from ckptlib.digests import walk
 
 
@@ -31,8 +33,6 @@ def differences(expected: dict[str, list], found: dict[str, list]) -> list[str]:
 
 def nonfinite(state) -> list[str]:
     """Keys of floating-point or complex tensors, arrays and numbers that hold NaN or infinity."""
-    import math
-
     bad = []
     for key, kind, leaf in walk(state):
         if kind == "tensor":
@@ -41,14 +41,14 @@ def nonfinite(state) -> list[str]:
         elif kind == "array":
             if leaf.dtype.kind in "fc" and not bool(_isfinite(leaf).all()):
                 bad.append(key)
-        elif type(leaf) is float and not math.isfinite(leaf):
+        elif type(leaf) in (float, complex) and not cmath.isfinite(leaf):
             bad.append(key)
     return bad
 
 
 def _finite_tensor(tensor) -> bool:
     values = tensor.detach()
-    if values.layout != values.new_empty(0).layout:
+    if str(values.layout) != "torch.strided":
         values = values.to_dense()
     if "float4" in str(values.dtype):
         return True  # this type has neither NaN nor infinity

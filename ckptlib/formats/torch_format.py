@@ -51,6 +51,8 @@ def check(state) -> None:
                 f"a {type(leaf).__module__}.{type(leaf).__qualname__}",
                 "save tensors, numbers, strings and containers of them",
             )
+        elif leaf == b"" and type(leaf) is bytes:  # pickled as a call, which is refused at load
+            raise refuse(key, "empty bytes", "save an empty string or None")
         elif type(leaf) is int and leaf.bit_length() > MAX_BITS:
             raise refuse(key, f"an integer of {leaf.bit_length()} bits", "save it as a string")
 

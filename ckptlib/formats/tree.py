@@ -44,7 +44,9 @@ def flatten(state) -> tuple[str, dict[str, object]]:
                 demand_data(item, name)
             else:
                 demand_plain_array(item, name)
-            if is_tensor(item) and item.layout == item.new_empty(0).layout and item.numel():
+            if is_tensor(item) and str(item.layout) != "torch.strided":
+                raise refuse(name, f"layout {item.layout}", "convert it to a dense tensor")
+            if is_tensor(item) and item.numel():
                 identity = (
                     item.data_ptr(),
                     item.dtype,

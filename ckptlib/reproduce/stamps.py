@@ -36,10 +36,13 @@ def _digest(value) -> str:
 
 
 def _digests(folder: Path, pattern: str, leave_out: frozenset[str] = frozenset()) -> dict[str, str]:
+    # what is left out is never entered: a scratch folder changes while one looks at it
+    tops = [top for top in sorted(folder.iterdir()) if top.name not in leave_out]
+    found = [path for top in tops for path in (top.rglob(pattern) if top.is_dir() else [top])]
     return {
-        str(relative): file_digest(folder / relative)
-        for relative in sorted(path.relative_to(folder) for path in folder.rglob(pattern))
-        if (folder / relative).is_file() and relative.parts[0] not in leave_out
+        str(path.relative_to(folder)): file_digest(path)
+        for path in sorted(found)
+        if path.is_file() and path.match(pattern)
     }
 
 
