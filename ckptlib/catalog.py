@@ -45,6 +45,10 @@ class Candidate:
     def sequence(self) -> int:
         return self.manifest.sequence if self.manifest else -1
 
+    def uncommitted(self) -> bool:
+        """Whether it never had a commit record: an unfinished save."""
+        return self.verdict.absent and self.verdict.file == COMMIT
+
 
 class Catalog:
     """Lists a store. ``peeked`` caches manifests by the step directory's inode and mtime."""

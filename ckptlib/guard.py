@@ -19,6 +19,7 @@ from ckptlib.digests import sha256_file
 from ckptlib.errors import CorruptCheckpoint, UntrustedPath, explain
 from ckptlib.manifests import COMMIT, MANIFEST, Manifest
 from ckptlib.vfs import REAL, VFS, File
+from ckptlib.write_modes import check_path
 
 VALID, INVALID, UNVERIFIED, INDETERMINATE = "VALID", "INVALID", "UNVERIFIED", "INDETERMINATE"
 #: Errors that say what is there, not that it cannot be read just now.
@@ -41,6 +42,7 @@ class Verdict:
     path: str = ""
     file: str = ""
     absent: bool = False  # ``file`` is not there, as opposed to being wrong
+    errno: int = 0  # of the operating system, where reading failed
 
     def __bool__(self) -> bool:
         return self.status == VALID
@@ -61,7 +63,8 @@ class Checked:
 
     def close(self) -> None:
         for file in self.files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # after reading, it says nothing
+                file.close()
         self.files = {}
 
 
@@ -69,11 +72,18 @@ class _Stop(Exception):
     """The first failed layer."""
 
     def __init__(
-        self, status: str, layer: str, reason: str, file: str = "", *, absent: bool = False
+        self,
+        status: str,
+        layer: str,
+        reason: str,
+        file: str = "",
+        *,
+        absent: bool = False,
+        errno: int = 0,
     ):
         super().__init__(reason)
         self.fields = {"status": status, "layer": layer, "reason": reason, "file": file}
-        self.fields["absent"] = absent
+        self.fields |= {"absent": absent, "errno": errno}
 
     def verdict(self, path: str) -> Verdict:
         return Verdict(path=path, **self.fields)
@@ -93,7 +103,8 @@ def _layer(layer: str, file: str):
         if error.errno in COMPLETED:
             reason = f"{file} is not a regular file ({name})"
             raise _Stop(INVALID, layer, reason, file) from None
-        raise _Stop(INDETERMINATE, "read", f"{file} cannot be read now ({name})", file) from None
+        reason = f"{file} cannot be read now ({name})"
+        raise _Stop(INDETERMINATE, "read", reason, file, errno=error.errno or 0) from None
     except (CorruptCheckpoint, UntrustedPath) as error:
         raise _Stop(INVALID, layer, str(error), file) from None
 
@@ -234,7 +245,7 @@ def verify(path, *, vfs: VFS = REAL) -> Verdict:
         Never raises for anything that a damaged checkpoint could hold; MemoryError and
         KeyboardInterrupt propagate.
     """
-    path = os.path.abspath(os.fspath(path))
+    path = check_path(path)
     try:
         status = vfs.stat(path)
         if stat.S_ISLNK(status.st_mode):  # latest_ok, say
@@ -294,7 +305,7 @@ def load_file(path, *, format: str = "torch", map_location=None, vfs: VFS = REAL
     """
     from ckptlib import formats
 
-    path = os.path.abspath(os.fspath(path))
+    path = check_path(path)
     checked = check_file(path, vfs=vfs, keep_open=True)
     try:
         if not checked.verdict:

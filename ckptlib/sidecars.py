@@ -7,6 +7,7 @@ so that nothing is ever called valid on the strength of having been found lying 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ def read_small(vfs: VFS, path: str, limit: int) -> bytes:
             data += buffer[:n]
         return bytes(data)
     finally:
-        file.close()
+        with contextlib.suppress(OSError):  # after reading, it says nothing
+            file.close()
 
 
 def is_sha256(text) -> bool:

@@ -11,26 +11,25 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ckptlib import formats, groups, guard, housekeeping, manifests
+from ckptlib import formats, groups, guard, housekeeping, recovery, temps
 from ckptlib.catalog import LATEST, STORE, Candidate, Catalog, step_name
 from ckptlib.errors import (
     AlreadyExists,
     CkptError,
     CommittedNotDurable,
-    CorruptCheckpoint,
     InvalidInput,
-    NoValidCheckpoint,
-    StoreEmpty,
+    ReadFailed,
     UnsupportedState,
     explain,
 )
-from ckptlib.guard import INVALID, VALID, Verdict
-from ckptlib.manifests import COMMIT, check_name
+from ckptlib.guard import INDETERMINATE, INVALID, VALID, Verdict
+from ckptlib.manifests import check_name
+from ckptlib.recovery import Found
 from ckptlib.streams import as_source, operation
 from ckptlib.vfs import REAL, VFS
-from ckptlib.write_modes import Flushes, WriteMode, put
+from ckptlib.write_modes import Flushes, WriteMode, check_path, put
 
 
 @dataclass(frozen=True)
@@ -53,30 +52,6 @@ class Receipt:
     primitive: str
     durable: bool
     reason: str
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A checkpoint that was passed over, and why."""
-
-    step: int
-    path: str
-    verdict: Verdict
-
-    def __str__(self) -> str:
-        return f"step {self.step}: {self.verdict}"
-
-
-@dataclass(frozen=True)
-class Found:
-    """A loaded checkpoint: ``parts`` by name, and what was passed over on the way to it."""
-
-    step: int
-    sequence: int
-    path: str
-    manifest_digest: str
-    parts: dict[str, object]
-    skipped: list[Skipped] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -136,7 +111,7 @@ class CheckpointStore:
         content_digests: bool = False,
         vfs: VFS = REAL,
     ):
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = check_path(path)
         self.mode = WriteMode.of(mode)
         protocol = groups.default_protocol(self.mode) if protocol is None else protocol
         self.protocol = groups.check_protocol(protocol, self.mode)
@@ -185,6 +160,9 @@ class CheckpointStore:
         UnsupportedState
             A part holds something that could not be loaded back; nothing was written.
         AlreadyExists, StoreBusy
+        ReadFailed
+            An earlier checkpoint's record cannot be read just now, so that this one could not be
+            ordered after it; nothing was written.
         WriteFailed
             A step failed before the commit; earlier checkpoints are untouched.
         CommittedNotDurable
@@ -284,8 +262,18 @@ class CheckpointStore:
         committed = [c for c in candidates if c.manifest]
         mine = [c for c in committed if c.manifest.run == self.run_id]
         aside = [m.sequence for m in self._catalog.quarantined() if m]
-        # what cannot be read now may hold the numbers that follow: leave them out
-        hidden = sum(not c.manifest and not c.verdict.absent for c in candidates)
+        for candidate in candidates:
+            if candidate.uncommitted():  # its writer is dead, since this process has the lock
+                temps.sweep(self._vfs, candidate.path, own_all=True)
+            if candidate.verdict.status == INDETERMINATE:
+                raise ReadFailed(
+                    explain("this save cannot be put in order", path=candidate.path,
+                            found=str(candidate.verdict),
+                            do="try again; if it stays so, move that directory elsewhere"),
+                    candidate.path, candidate.verdict.errno, "read",
+                )  # fmt: skip
+        # a record that is damaged may have held the number that follows: leave it out
+        hidden = sum(not c.manifest and not c.uncommitted() for c in candidates)
         sequence = max([c.sequence for c in committed] + aside, default=0) + hidden + 1
         return groups.Identity(self.run_id, step, sequence, mine[0].digest if mine else None)
 
@@ -340,96 +328,9 @@ class CheckpointStore:
         CorruptCheckpoint
             ``expect`` is not in the lineage of what was found.
         """
-        for _ in range(100):  # a writer may prune what a reader has just listed: then look again
-            before = self._catalog.names()
-            candidates = self._catalog.candidates()
-            # without a manifest there is no order: these are passed over first, and reported
-            # only if they stand at a later step than what is found
-            skipped = [Skipped(c.step, c.path, c.verdict) for c in candidates if not c.manifest]
-            for candidate in filter(lambda c: c.manifest, candidates):
-                found = self._load_candidate(candidate, skipped, map_location, finite)
-                if found is not None:
-                    if expect is not None:
-                        self._check_lineage(found, candidates, expect)
-                    return found
-            if self._catalog.names() == before:
-                break
-        return self._nothing(skipped, allow_empty)
-
-    def _load_candidate(self, candidate, skipped, map_location, finite) -> Found | None:
-        def skip(verdict: Verdict) -> None:
-            skipped.append(Skipped(candidate.step, candidate.path, verdict))
-
-        manifest = candidate.manifest
-        if manifest.run != self.run_id:
-            reason = f"it belongs to run {manifest.run!r}, not {self.run_id!r}"
-            return skip(Verdict(INVALID, "run", reason, candidate.path))
-        checked = guard.check_group(
-            candidate.path, step=candidate.step, vfs=self._vfs, keep_open=True
-        )
-        try:
-            if not checked.verdict:
-                return skip(checked.verdict)
-            if checked.manifest.run != self.run_id:
-                return skip(Verdict(INVALID, "identity", "it changed meanwhile", candidate.path))
-            parts = guard.load_parts(checked, map_location, finite=finite)
-        except CorruptCheckpoint as error:
-            return skip(error.verdict)
-        finally:
-            checked.close()
-        self._catalog.remember(candidate)
-        manifest = checked.manifest
-        unordered = manifests.COMMIT, manifests.MANIFEST
-        passed = [s for s in skipped if s.step > manifest.step or s.verdict.file not in unordered]
-        return Found(manifest.step, manifest.sequence, candidate.path, checked.manifest_digest,
-                     parts, passed)  # fmt: skip
-
-    def _check_lineage(self, found: Found, candidates: list[Candidate], expect: str) -> None:
-        """Follow the predecessors down to the expected commit, or to where pruning cut them off."""
-        sequence, _, digest = expect.partition(":")
-        if not (sequence.isdigit() and digest):
-            raise InvalidInput(explain("unusable expect", expected="what head() returned",
-                                       found=repr(expect)[:100]))  # fmt: skip
-        records = {c.digest: c.manifest for c in candidates if c.manifest}
-        reached = found.manifest_digest
-        while reached in records and records[reached].sequence > int(sequence):
-            reached = records[reached].previous
-        if reached == digest or (found.sequence > int(sequence) and reached not in records):
-            return
-        raise CorruptCheckpoint(
-            explain("the newest checkpoint does not descend from the expected one",
-                    path=found.path, expected=f"commit {expect[:20]}... in its lineage",
-                    found=f"commit {found.sequence}:{found.manifest_digest[:12]}...",
-                    do="check whether this store was rolled back to an earlier state"),
-            found.path,
-        )  # fmt: skip
-
-    def _nothing(self, skipped: list[Skipped], allow_empty: bool) -> None:
-        if self._was_committed(skipped):
-            lines = "; ".join(map(str, skipped[:5]))
-            raise NoValidCheckpoint(
-                explain("no checkpoint here may be loaded", path=self.path, found=lines or None,
-                        do="look into the quarantine folder or restore a copy; a fresh start needs "
-                        "new_run=True"),
-                self.path, skipped,
-            )  # fmt: skip
-        if allow_empty:
-            return None
-        raise StoreEmpty(
-            explain("no checkpoint was ever committed here", path=self.path,
-                    do="pass allow_empty=True to start from scratch"),
-            self.path,
-        )  # fmt: skip
-
-    def _was_committed(self, skipped: list[Skipped]) -> bool:
-        """Whether anything shows that this run once had a checkpoint: then none is an alarm."""
-        others = {s.path for s in skipped if s.verdict.layer == "run"}
-        mine = [s for s in skipped if s.path not in others]
-        if any(not (s.verdict.absent and s.verdict.file == COMMIT) for s in mine):
-            return True
-        if self._remembered is not None and self._remembered != self.run_id:
-            return False  # a run that was explicitly begun and has not saved yet
-        return self._catalog.committed_before(self.run_id, others)
+        begun = self._remembered in (None, self.run_id)
+        wanted = recovery.Wanted(self.run_id, begun, map_location, finite, allow_empty, expect)
+        return recovery.newest(self._vfs, self._catalog, wanted)
 
     # -- looking after the store ------------------------------------------------------------------
 
@@ -438,9 +339,8 @@ class CheckpointStore:
         return [c.step for c in self._mine()]
 
     def _mine(self) -> list[Candidate]:
-        return [
-            c for c in self._catalog.candidates() if c.manifest and c.manifest.run == self.run_id
-        ]
+        candidates = self._catalog.candidates()
+        return [c for c in candidates if c.manifest and c.manifest.run == self.run_id]
 
     def verify(self, step: int) -> Verdict:
         """Judge one step without loading it; see :func:`ckptlib.verify`."""
@@ -466,10 +366,14 @@ class CheckpointStore:
         are ``keep`` valid ones, quarantined directories that never had a commit record are deleted.
         """
         _check_count("keep", keep, 1)
-        if not self._vfs.exists(self.path):
+        if not self._exists():
             return []
         with housekeeping.writer(self._vfs, self.path):
             return self._prune(keep)
+
+    def _exists(self) -> bool:
+        with operation("stat", self.path, ReadFailed):
+            return self._vfs.exists(self.path)
 
     def _prune(self, keep: int) -> list[int]:
         flushes = Flushes(os.path.join(self.path, STORE), self.mode)
@@ -487,7 +391,7 @@ class CheckpointStore:
         What could not be judged (an I/O error, a later version's record) stays where it is. The
         pointer ``latest_ok`` is set to the newest valid checkpoint of this run.
         """
-        if not self._vfs.exists(self.path):
+        if not self._exists():
             return []
         flushes = Flushes(os.path.join(self.path, STORE), self.mode)
         report, newest = [], None

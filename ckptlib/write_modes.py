@@ -219,11 +219,19 @@ class InstallReceipt:
     reason: str
 
 
+def check_path(path) -> str:
+    """The absolute form of a path, or InvalidInput for what no file system could hold."""
+    name = os.fspath(path)
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise InvalidInput(
+            explain("unusable path", expected="text without a null character", found=repr(name))
+        )
+    return os.path.abspath(name)
+
+
 def _target(vfs: VFS, path, follow_symlinks: bool) -> tuple[str, int | None]:
     """The absolute path to install, and the mode bits of what it replaces."""
-    target = os.path.join(
-        os.path.abspath(os.path.dirname(os.fspath(path)) or "."), os.path.basename(os.fspath(path))
-    )
+    target = check_path(path)
     if follow_symlinks:
         target = os.path.realpath(target)
     try:

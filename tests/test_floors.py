@@ -21,7 +21,7 @@ FLOORS = (
     ("write_modes", "formats", "manifests"),
     ("groups",),
     ("guard", "diagnosis"),
-    ("catalog", "housekeeping", "store", "asynchronous", "multirank"),
+    ("catalog", "housekeeping", "recovery", "store", "asynchronous", "multirank"),
     ("faults", "crashes"),
     ("experiments",),
     ("analysis",),

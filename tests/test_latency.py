@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,12 +188,24 @@ def test_warm_up_saves_are_made_and_not_counted(tmp_path):
     assert len(list((tmp_path / "run").glob("step-*"))) == latency.WARM_UP + len(steps)
 
 
-def test_the_collector_is_off_and_torch_has_one_thread_while_saves_are_timed():
+def test_the_collector_is_off_and_torch_has_one_thread_while_saves_are_timed(tmp_path, monkeypatch):
+    conditions = []
+
+    def timed_saves(folder, mode, protocol, seed, steps):
+        conditions.append((gc.isenabled(), torch.get_num_threads()))
+        return [(0.0, SimpleNamespace(flush_calls=0, primitive="none"))] * len(steps)
+
+    monkeypatch.setattr(latency, "timed_saves", timed_saves)
+    latency.run_batch(without_processes(plan(runs=1, process_runs=1)), tmp_path)
+    assert conditions == [(False, 1)] * len(latency.ARMS)
+
+
+def test_collector_and_threads_are_put_back_as_they_were():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with latency.undisturbed():
-            assert not gc.isenabled() and torch.get_num_threads() == 1
+            pass
         assert gc.isenabled() and torch.get_num_threads() == 2
         gc.disable()
         with latency.undisturbed():

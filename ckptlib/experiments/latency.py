@@ -150,28 +150,31 @@ def run_batch(trials: list[dict], scratch: Path) -> list[dict]:
     """
     filesystem = provenance.filesystem(scratch)["type"]
     rows = []
-    for (block, *arm), members in itertools.groupby(trials, _run_of):
-        run = list(members)
-        folder = scratch.parent / f"block-{block:04d}" / "-".join(arm)
-        whole = [
-            whole_process(trial, folder.with_name(f"{folder.name}-process"), len(run))
-            for trial in run
-            if trial["process_run"] is not None
-        ]
-        timed = timed_saves(folder, *arm, run[0]["seed"], [trial["step"] for trial in run])
-        rows += [
-            {name: value for name, value in trial.items() if name != "process_run"}
-            | {
-                "latency_s": seconds,
-                "flush_calls": receipt.flush_calls,
-                "flush_primitive": receipt.primitive,
-                "filesystem": filesystem,
-            }
-            for trial, (seconds, receipt) in zip(run, timed, strict=True)
-        ]
-        if whole:
-            rows[-1]["latency_process"] = whole
+    with undisturbed():
+        for (block, *arm), members in itertools.groupby(trials, _run_of):
+            run = list(members)
+            folder = scratch.parent / f"block-{block:04d}" / "-".join(arm)
+            whole = [
+                whole_process(trial, folder.with_name(f"{folder.name}-process"), len(run))
+                for trial in run
+                if trial["process_run"] is not None
+            ]
+            timed = timed_saves(folder, *arm, run[0]["seed"], [trial["step"] for trial in run])
+            rows += [_row(*pair, filesystem) for pair in zip(run, timed, strict=True)]
+            if whole:
+                rows[-1]["latency_process"] = whole
     return rows
+
+
+def _row(trial: dict, timed: tuple[float, object], filesystem: str) -> dict:
+    seconds, receipt = timed
+    planned = {name: value for name, value in trial.items() if name != "process_run"}
+    return planned | {
+        "latency_s": seconds,
+        "flush_calls": receipt.flush_calls,
+        "flush_primitive": receipt.primitive,
+        "filesystem": filesystem,
+    }
 
 
 def _run_of(trial: dict) -> tuple[int, str, str]:
@@ -181,16 +184,19 @@ def _run_of(trial: dict) -> tuple[int, str, str]:
 def timed_saves(
     folder: Path, mode: str, protocol: str, seed: int, steps: list[int], *, vfs: VFS = REAL
 ) -> list[tuple[float, object]]:
-    """Warm up, then save at each step; give the time of each call in seconds, and its receipt."""
+    """Warm up, then save at each step; give the time of each call in seconds, and its receipt.
+
+    To be called within :func:`undisturbed`, once for many runs: a collection before each would
+    take longer than the run.
+    """
+    save = saver(folder, mode, protocol, payload(protocol, seed), vfs=vfs)
+    for step in range(1, WARM_UP + 1):
+        save(step)
     timed = []
-    with undisturbed():
-        save = saver(folder, mode, protocol, payload(protocol, seed), vfs=vfs)
-        for step in range(1, WARM_UP + 1):
-            save(step)
-        for step in steps:
-            started = time.perf_counter()
-            receipt = save(step)
-            timed.append((time.perf_counter() - started, receipt))
+    for step in steps:
+        started = time.perf_counter()
+        receipt = save(step)
+        timed.append((time.perf_counter() - started, receipt))
     return timed
 
 

@@ -7,6 +7,7 @@ found out when it is needed.
 from __future__ import annotations
 
 import io
+import os
 from collections import OrderedDict
 
 from ckptlib.digests import demand_data, refuse, walk
@@ -87,15 +88,44 @@ def load(file, map_location=None):
         raise CorruptCheckpoint(reason, file.path) from error
 
 
+class _Reader(io.RawIOBase):
+    """Reads for torch, which turns whatever goes wrong here into an error of its own."""
+
+    def __init__(self, file):
+        super().__init__()
+        self._file, self.error = file, None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer) -> int:
+        try:
+            return self._file.readinto(buffer)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+
 def _load(file, map_location):
     import torch
 
     file.seek(0)
-    reader = io.BufferedReader(file)
+    reader = _Reader(file)
     try:
-        return torch.load(reader, map_location=map_location, weights_only=True)
-    finally:
-        reader.detach()  # the caller opened the file and closes it
+        return torch.load(io.BufferedReader(reader), map_location=map_location, weights_only=True)
+    except Exception:
+        if reader.error is not None:  # an I/O error says nothing about the bytes
+            raise reader.error from None
+        raise
 
 
 def _loads_on_cpu(file) -> bool:
