@@ -176,11 +176,7 @@ def skip_the_medium(monkeypatch) -> None:
 
 DTYPES = tuple(
     getattr(torch, name)
-    for name in (
-        "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 "
-        "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
-        "complex32 complex64 complex128"
-    ).split()
+    for name in ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32", "complex64", "complex128"]
 )
 KEYS = ("", "a", "b", "a/b", "/", "0", "-1", "'a'", "\\", "__metadata__", "value", "ключ", "x\ny")
 

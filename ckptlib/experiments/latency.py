@@ -25,6 +25,7 @@ import torch
 
 from ckptlib import CheckpointStore, formats, install, provenance
 from ckptlib.errors import CkptError, InvalidInput, explain
+from ckptlib.experiments import payloads
 from ckptlib.vfs import REAL, VFS
 from ckptlib.write_modes import WriteMode
 
@@ -52,26 +53,14 @@ def payload(protocol: str, seed: int) -> dict[str, dict]:
     seed : int
         Decides the values.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
     if protocol == SINGLE_FILE:
-        layers = {"fc1": (128, 128), "fc2": (10, 128)}
-        weights = {f"{name}.weight": normal(*shape) for name, shape in layers.items()}
-        return {"model": weights | {f"{name}.bias": normal(layers[name][0]) for name in layers}}
-    return {
-        "model": {"fc1.weight": normal(128, 128), "fc2.weight": normal(128, 128)},
-        "optimizer": {"exp_avg": normal(64, 128), "exp_avg_sq": normal(64, 128)},
-        "rng": {"torch": generator.get_state()},
-    }
+        return {"model": payloads.network(seed, 0)}
+    return payloads.group(seed, 0)
 
 
 def payload_bytes(protocol: str) -> int:
     """Size of the payload's tensors, in bytes."""
-    parts = payload(protocol, 0).values()
-    return sum(tensor.nbytes for part in parts for tensor in part.values())
+    return payloads.tensor_bytes(payload(protocol, 0))
 
 
 def plan(*, seed: int, runs: int, saves: int, process_runs: int) -> list[dict]:

@@ -117,7 +117,7 @@ OUTPUTS: dict[str, Output] = {
             {
                 **_TRIAL,
                 **_MODE,
-                "protocol": _text("per_file, batched or artifact"),
+                "protocol": _text("per_file, batched, or single_file (install)"),
                 **_SEED,
                 **_STEP,
                 "block": _int("random block in which the modes were interleaved"),

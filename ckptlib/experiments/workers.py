@@ -156,4 +156,4 @@ def _backend(engine: str, scheduler: str, jobs: int) -> Iterator[int]:
                 )
             ) from error
         stack.enter_context(joblib.parallel_config("dask", client=client))
-        yield -1
+        yield 1 if jobs == 1 else -1  # else the cluster's own number of workers
