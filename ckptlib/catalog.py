@@ -87,7 +87,7 @@ class Catalog:
                 return self._peeked[name][1]
         manifest, digest, verdict = guard.peek(self._vfs, path)
         candidate = Candidate(step, path, manifest, digest, verdict)
-        if key is not None:
+        if key is not None and manifest is not None:  # a refusal may pass
             self._peeked[name] = (key, candidate)
         return candidate
 

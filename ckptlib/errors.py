@@ -36,8 +36,23 @@ class CkptError(Exception):
         super().__init__(message)
         self.path = None if path is None else os.fspath(path)
 
+    def __reduce__(self):
+        # OSError keeps its errno outside of __dict__, and would lose it on the way from a worker
+        return _rebuild, (type(self), self.args, vars(self) | {"errno": self.errno})
+
+    #: Of the operating system, where one refused; None otherwise.
+    errno = None
+
     def __str__(self) -> str:  # OSError's own __str__ would drop the message
         return str(self.args[0]) if self.args else self.__class__.__name__
+
+
+def _rebuild(kind: type[CkptError], arguments: tuple, fields: dict) -> CkptError:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    for name, value in fields.items():
+        setattr(error, name, value)
+    return error
 
 
 class InvalidInput(CkptError, ValueError):

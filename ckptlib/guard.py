@@ -14,7 +14,7 @@ import os
 import stat
 from dataclasses import dataclass, field
 
-from ckptlib import manifests, sidecars
+from ckptlib import formats, manifests, sidecars
 from ckptlib.digests import sha256_file
 from ckptlib.errors import CorruptCheckpoint, UntrustedPath, explain
 from ckptlib.manifests import COMMIT, MANIFEST, Manifest
@@ -178,6 +178,9 @@ def check_group(
         # all are opened before any is hashed: a writer may prune this directory meanwhile, and
         # open files stay readable
         for entry in manifest.entries:
+            if entry.format not in formats.FORMATS:
+                reason = f"{entry.file}: unknown format {entry.format[:50]!r}"
+                raise _Stop(INDETERMINATE, "manifest", reason, MANIFEST)
             with _layer("size", entry.file):
                 checked.files[entry.name] = vfs.open(os.path.join(directory, entry.file))
         for entry in manifest.entries:
@@ -271,7 +274,6 @@ def load_parts(checked: Checked, map_location=None, *, finite: bool = False) -> 
         Anything else propagates (no memory, no such device, a mistaken ``map_location``): the
         hashes have matched, so it says nothing about the checkpoint.
     """
-    from ckptlib import formats
     from ckptlib.formats.schema import nonfinite
 
     parts, path = {}, checked.verdict.path
@@ -303,8 +305,6 @@ def load_file(path, *, format: str = "torch", map_location=None, vfs: VFS = REAL
     CorruptCheckpoint
         The verdict was not VALID; it is on the exception.
     """
-    from ckptlib import formats
-
     path = check_path(path)
     checked = check_file(path, vfs=vfs, keep_open=True)
     try:

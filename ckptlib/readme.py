@@ -21,7 +21,7 @@ from ckptlib.experiments import outputs
 from ckptlib.experiments.paths import project_root
 
 _BLOCK = re.compile(r"(<!-- reference:(\w+) -->\n).*?(<!-- /reference:\2 -->)", re.DOTALL)
-HEADLINE = "fig_recovery_outcomes"
+HEADLINE = "fig5_timeline"
 
 
 def _read(root: Path, name: str) -> pd.DataFrame:

@@ -274,7 +274,8 @@ def install(
     The sidecar ``NAME.sha256.json`` is installed first and lists the digest to come beside the one
     being replaced; then the payload; then the sidecar with the new digest alone. A crash anywhere
     between leaves a file that matches its sidecar. (``unsafe`` promises nothing: it writes the
-    payload, then the sidecar.)
+    payload, then the sidecar.) There is no lock for single files: two processes that install the
+    same name at once may leave one's sidecar beside the other's bytes, which is then refused.
 
     Parameters
     ----------
@@ -286,7 +287,7 @@ def install(
         again, from its beginning, if a flush fails.
     mode : WriteMode or str
     sidecar : bool
-        Whether to write the sidecar; without it an older one is removed once the file is replaced.
+        Whether to write the sidecar; without it an older one is removed first.
     follow_symlinks : bool
         Without it a target that is a symbolic link is refused.
     vfs : VFS
@@ -337,14 +338,16 @@ def install(
 
     temps.sweep(vfs, os.path.dirname(target))
     staged = stage(vfs, target, source, flushes, permissions)
-    if sidecar:
-        try:
+    try:
+        if sidecar:
             with operation("read", target):
                 replaced = sidecars.vouched(vfs, target) if permissions is not None else []
             put(vfs, side, listing(staged, *replaced), mode, flushes)
-        except BaseException:
-            discard(vfs, staged)
-            raise
+        else:
+            _drop(vfs, side)  # before the file: it must never condemn what comes
+    except BaseException:
+        discard(vfs, staged)
+        raise
     move_into_place(vfs, staged, target)
     try:
         if mode.flushes_directories:
@@ -362,9 +365,7 @@ def install(
             receipt(staged, False, str(error)),
         ) from error
     durable, reason = flushes.durable()
-    if not sidecar:
-        _drop(vfs, side)
-    else:
+    if sidecar:
         try:  # either sidecar vouches for the payload, so this rename needs no directory flush
             put(vfs, side, listing(staged), WriteMode.atomic_nodirsync, flushes)
         except WriteFailed as error:

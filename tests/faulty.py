@@ -172,12 +172,14 @@ def skip_the_medium(monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-# -- states for property tests ----------------------------------------------------------------------
+# -- states for property tests --------------------------------------------------------------------
 
-DTYPES = tuple(
-    getattr(torch, name)
-    for name in ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex32", "complex64", "complex128"]
+_NAMES = (
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
+    "complex32 complex64 complex128"
 )
+DTYPES = tuple(getattr(torch, name) for name in _NAMES.split(" "))
 KEYS = ("", "a", "b", "a/b", "/", "0", "-1", "'a'", "\\", "__metadata__", "value", "ключ", "x\ny")
 
 
@@ -196,7 +198,8 @@ def tensor_of(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
 def tensors(draw, dtypes=DTYPES) -> torch.Tensor:
     """Any bits of any dtype, with 0 to 3 dimensions, at times transposed, expanded or strided."""
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
-    tensor = tensor_of(draw(st.binary(min_size=1, max_size=16)), draw(st.sampled_from(dtypes)), shape)
+    raw = draw(st.binary(min_size=1, max_size=16))
+    tensor = tensor_of(raw, draw(st.sampled_from(dtypes)), shape)
     layout = draw(st.sampled_from(("plain", "transposed", "expanded", "strided")))
     if layout == "transposed":
         return tensor.T if tensor.dim() == 2 else tensor

@@ -286,7 +286,8 @@ def test_walking_names_each_leaf_uniquely():
 
 def test_the_digest_does_not_change_between_versions():
     """A recorded digest must stay comparable: whoever changes this changes the tag as well."""
-    state = {"w": torch.arange(6, dtype=torch.float32).reshape(2, 3), "n": [1, None, "é", b"\0", 0.5]}
+    weight = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    state = {"w": weight, "n": [1, None, "é", b"\0", 0.5]}
     again = hashlib.sha256(b"ckptlib.content/1")
 
     def frame(tag, payload):
@@ -294,7 +295,8 @@ def test_the_digest_does_not_change_between_versions():
 
     frame(b"k", b""), frame(b"d", b"2")
     frame(b"k", b"n"), frame(b"l", b"5")
-    leaves = [(b"I", b"1"), (b"N", b""), (b"S", "é".encode()), (b"Y", b"\0"), (b"F", b"\0" * 6 + b"\xe0?")]
+    half = b"\0" * 6 + b"\xe0?"
+    leaves = [(b"I", b"1"), (b"N", b""), (b"S", "é".encode()), (b"Y", b"\0"), (b"F", half)]
     for index, leaf in enumerate(leaves):
         frame(b"k", f"n/{index}".encode()), frame(*leaf)
     inner = hashlib.sha256()

@@ -72,8 +72,8 @@ def test_errors_are_also_what_a_caller_would_expect_them_to_be():
 
 
 def test_an_explanation_says_what_where_expected_found_and_what_to_do():
-    text = explain("too short", path="/a/b", expected="5 bytes", found="3 bytes", do="copy it again")
-    assert text == "too short: /a/b; expected 5 bytes; found 3 bytes. Copy it again."
+    text = explain("too short", path="/a/b", expected="5 bytes", found="3 bytes", do="copy it")
+    assert text == "too short: /a/b; expected 5 bytes; found 3 bytes. Copy it."
     assert explain("gone") == "gone."
     assert explain("gone", do="look!") == "gone. Look!"
 

@@ -76,7 +76,7 @@ def tear(root, step: int, file: str = "model.pt") -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-# -- saving -----------------------------------------------------------------------------------------
+# -- saving ---------------------------------------------------------------------------------------
 
 
 def outcomes_of_a_cut_write(tmp_path, mode: str) -> set[bytes]:
@@ -133,9 +133,7 @@ def test_02_the_staging_place_is_beside_its_target_and_exdev_is_raised_never_cop
     for op in operations:
         if op.call in ("replace", "rename"):
             assert os.path.dirname(op.path) == os.path.dirname(op.target)
-    vfs = FailingVFS(
-        0, errno.EXDEV, lambda op: op.call in ("replace", "rename"), last=10**9
-    )
+    vfs = FailingVFS(0, errno.EXDEV, lambda op: op.call in ("replace", "rename"), last=10**9)
     with pytest.raises(WriteFailed) as caught:
         CheckpointStore(root, mode=mode, protocol=protocol, vfs=vfs).save(3, parts(3))
     assert caught.value.errno == errno.EXDEV
@@ -224,9 +222,7 @@ def test_07_savers_of_one_step_at_once_leave_exactly_one_checkpoint(root):
     """apex 629, 886. (Eight real processes are in the tests of the store.)"""
     store = CheckpointStore(root)
     store.save(1, parts(1))
-    others = [
-        in_child(lambda n=n: CheckpointStore(root).save(1, parts(n))) for n in range(2, 6)
-    ]
+    others = [in_child(lambda n=n: CheckpointStore(root).save(1, parts(n))) for n in range(2, 6)]
     assert others == [1] * 4, "each ended with an error"
     assert store.load().parts["extra"]["epoch"] == 1 and leftovers(root) == []
 
@@ -409,7 +405,7 @@ def test_15_unnamed_files_are_never_flushed_and_linked_into_place():
     assert used == []
 
 
-# -- loading and rolling back -----------------------------------------------------------------------
+# -- loading and rolling back ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", ["model.pt", MANIFEST, COMMIT])
@@ -659,7 +655,7 @@ def test_27_everything_that_is_written_loads_with_weights_only_generators_includ
     assert set(calls) <= {True}
 
 
-# -- keeping and deleting ---------------------------------------------------------------------------
+# -- keeping and deleting -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "protocol"), ATOMIC)
@@ -679,9 +675,7 @@ def test_28_with_keep_1_a_new_save_that_fails_anywhere_leaves_the_old_one(
             continue
         shutil.rmtree(root)
         shutil.copytree(template, root, symlinks=True)
-        with_error = CheckpointStore(
-            root, vfs=FailingVFS(n, errno.EIO, lambda op: True), **options
-        )
+        with_error = CheckpointStore(root, vfs=FailingVFS(n, errno.EIO, lambda op: True), **options)
         try:
             with_error.save(2, parts(2))
         except CommittedNotDurable:
@@ -763,7 +757,7 @@ def test_33_files_of_another_boot_are_swept_only_when_they_are_old(tmp_path):
     assert young.exists() and not old.exists()
 
 
-# -- state and digests ------------------------------------------------------------------------------
+# -- state and digests ----------------------------------------------------------------------------
 
 
 def test_35_equal_states_with_different_strides_have_equal_digests(root):
@@ -813,7 +807,7 @@ def test_37_the_size_on_disk_is_the_number_of_bytes_written_beyond_4_gib(tmp_pat
     assert verdict.layer == "size" and str((4 << 30) + 2) in verdict.reason
 
 
-# -- memory -----------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")

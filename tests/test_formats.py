@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
@@ -66,7 +67,7 @@ def get_bytes(name: str, data: bytes, path: str):
     return get(name, path)
 
 
-# -- round trips ------------------------------------------------------------------------------------
+# -- round trips ----------------------------------------------------------------------------------
 
 
 @EACH
@@ -98,7 +99,7 @@ def test_hard_keys_and_values_survive(name, path):
     state["__metadata__"] = torch.ones(2)
     state["a/b"], state["a"] = torch.zeros(1), {"b": torch.ones(1), 0: {"": (None, ())}}
     state["ключ \n\0"] = [nan, -0.0, float("inf"), 10**600, -(2**64), 1e-320, nan * 1j]
-    state[-5] = (True, False, 0, 1, "", "\0", b"\x80\xff", b"")
+    state[-5] = (True, False, 0, 1, "", "\0", b"\x80\xff", b"\0")
     state["nan"] = torch.tensor([0x7FA00001, -1], dtype=torch.int32).view(torch.float32)
     put(name, state, path)
     assert same(get(name, path), state)
@@ -210,7 +211,8 @@ def test_equal_states_make_byte_identical_files(name, path):
 
 def test_arrays_of_either_memory_order_make_byte_identical_files(path):
     matrix = numpy.arange(6.0).reshape(2, 3)
-    assert put("numpy", {"a": matrix}, path) == put("numpy", {"a": numpy.asfortranarray(matrix)}, path)
+    other = numpy.asfortranarray(matrix)
+    assert put("numpy", {"a": matrix}, path) == put("numpy", {"a": other}, path)
 
 
 @EACH
@@ -237,7 +239,7 @@ def test_loading_starts_at_the_beginning_wherever_the_file_stands(name, path):
     file.close()
 
 
-# -- the reference implementations ------------------------------------------------------------------
+# -- the reference implementations ----------------------------------------------------------------
 
 # what both know: their reader for torch lacks F8_E8M0
 OFFICIAL = [
@@ -294,7 +296,7 @@ def test_numpy_load_reads_the_members_of_our_npz_files(path):
         assert numpy.array_equal(members["000000"], numpy.arange(3))
 
 
-# -- refusals ---------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------
 
 Point = namedtuple("Point", "x y")
 
@@ -327,12 +329,17 @@ def refused() -> dict:
     }
 
 
-@pytest.mark.parametrize("what", sorted(refused()))
-@EACH
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (name, what)
+        for name in formats.FORMATS
+        for what in sorted(refused())
+        if (name, what) != ("numpy", "int4")  # it stores the bytes of any dtype
+    ],
+)
 def test_what_could_not_be_loaded_back_is_refused_at_save_with_its_key(name, what):
     leaf = refused()[what]
-    if (name, what) == ("numpy", "int4"):
-        pytest.skip("the numpy container stores the bytes of any dtype")
     with pytest.raises(UnsupportedState) as caught:
         formats.get(name).check({"layers": [1, {"x": leaf}]})
     assert caught.value.key.replace("/", " ").split()[:2] == ["layers", "1"]
@@ -397,7 +404,7 @@ def test_an_unknown_format_is_bad_input():
         formats.get("pickle")
 
 
-# -- damaged and hostile files ----------------------------------------------------------------------
+# -- damaged and hostile files --------------------------------------------------------------------
 
 
 @EACH
@@ -417,10 +424,8 @@ def test_damaged_bytes_load_or_are_a_corrupt_checkpoint(name, path):
         changed = bytearray(data)
         for _ in range(generator.choice((1, 1, 2, 8))):
             changed[generator.randrange(len(data))] = generator.randrange(256)
-        try:
+        with contextlib.suppress(CorruptCheckpoint):
             get_bytes(name, bytes(changed), path)
-        except CorruptCheckpoint:
-            pass
 
 
 @EACH
@@ -497,7 +502,7 @@ def index(skeleton='{"x":"a","kind":"array"}', leaves=None) -> bytes:
 
 INDEX = "ckptlib.index.json"
 VAST = npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1125899906842624,), }")
-OBJECTS = npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n(S'x'\ntR.")
+OBJECTS = npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n(tR.")
 TENSOR = '{"x":"a","kind":"tensor"}'
 FOUR = npy("{'descr': '|u1', 'fortran_order': False, 'shape': (4,), }")
 
@@ -561,7 +566,7 @@ def test_a_malicious_pickle_is_refused_without_being_run(path):
         get_bytes("torch", out.getvalue(), path)
 
 
-# -- random generators ------------------------------------------------------------------------------
+# -- random generators ----------------------------------------------------------------------------
 
 
 @EACH
@@ -578,7 +583,7 @@ def test_generator_states_travel_in_every_container_and_restore_the_same_draws(n
     assert draws() == expected
 
 
-# -- schema -----------------------------------------------------------------------------------------
+# -- schema ---------------------------------------------------------------------------------------
 
 
 def test_the_schema_names_dtype_and_shape_of_every_tensor():

@@ -1,4 +1,4 @@
-"""Several files as one: the order of steps, every failure, every kill; and records that are exact."""
+"""Several files as one: the order of steps, every failure, every kill, and exact records."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def broken_rules(operations: list[Operation], mode: str) -> set[str]:
     return broken
 
 
-# -- the protocols ----------------------------------------------------------------------------------
+# -- the protocols --------------------------------------------------------------------------------
 
 
 @EACH
@@ -235,7 +235,7 @@ def test_files_and_directories_of_a_group_follow_the_umask(tmp_path, mode, proto
         assert path.stat().st_mode & 0o777 == 0o666 & ~bits
 
 
-# -- failures and kills -----------------------------------------------------------------------------
+# -- failures and kills ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [*ERRNOS, "partial"], ids=lambda e: errno.errorcode.get(e, e))
@@ -281,7 +281,7 @@ def test_short_writes_anywhere_are_absorbed(tmp_path, monkeypatch, mode, protoco
 def test_after_a_failed_flush_that_files_bytes_are_written_anew(tmp_path, mode, protocol, n):
     inner = FailingVFS(n, errno.EIO, lambda op: op.call == "flush")
     vfs = RecordingVFS(inner)
-    _, flushes = write(tmp_path, mode, protocol, vfs)
+    write(tmp_path, mode, protocol, vfs)
     assert guard.verify(tmp_path / "group")
     expected = {"a directory was left unflushed"} if protocol == "artifact" else set()
     assert broken_rules(vfs.operations, mode) == expected
@@ -331,7 +331,7 @@ def test_a_kill_at_any_operation_leaves_a_group_that_is_whole_or_does_not_count(
     assert valid <= 3
 
 
-# -- the records ------------------------------------------------------------------------------------
+# -- the records ----------------------------------------------------------------------------------
 
 sha = st.text("0123456789abcdef", min_size=64, max_size=64)
 names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,20}", fullmatch=True).filter(
@@ -433,7 +433,7 @@ def test_a_later_schema_is_told_apart_from_a_foreign_one():
         assert not isinstance(caught.value, manifests.NewerSchema)
 
 
-# -- the checks bite --------------------------------------------------------------------------------
+# -- the checks bite ------------------------------------------------------------------------------
 
 
 def test_a_mutant_that_commits_before_its_parts_is_caught(tmp_path, monkeypatch):
@@ -452,7 +452,8 @@ def test_a_mutant_that_commits_before_its_parts_is_caught(tmp_path, monkeypatch)
 def test_a_mutant_that_skips_file_flushes_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(groups, "_flush", lambda vfs, file, written, source, flushes: file.close())
     operations = record(lambda vfs: write(tmp_path, "atomic_dirsync", "batched", vfs))
-    assert "renamed before it was flushed at full size" in broken_rules(operations, "atomic_dirsync")
+    broken = broken_rules(operations, "atomic_dirsync")
+    assert "renamed before it was flushed at full size" in broken
 
 
 @pytest.mark.parametrize("protocol", ["per_file", "batched"])

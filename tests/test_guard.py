@@ -1,8 +1,9 @@
-"""The guard: what is damaged is found, by file and layer; what cannot be judged is not condemned."""
+"""The guard: damage is found, by file and layer; what cannot be judged is not condemned."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -42,7 +43,7 @@ def rewrite(group: Path, change) -> None:
     (group / COMMIT).write_bytes(manifests.commit_bytes(data))
 
 
-# -- groups -----------------------------------------------------------------------------------------
+# -- groups ---------------------------------------------------------------------------------------
 
 
 def test_an_intact_group_is_valid_whatever_lies_beside_it(group):
@@ -189,6 +190,7 @@ def test_errors_that_say_nothing_about_the_checkpoint_propagate(group, error):
 
 
 def test_no_descriptor_stays_open_whatever_the_verdict(group):
+    gc.collect()  # what other tests left
     before = len(os.listdir("/dev/fd"))
     operations = record(lambda vfs: check_group(str(group), vfs=vfs))
     for n in range(len(operations)):
@@ -261,7 +263,7 @@ def test_each_part_is_opened_exactly_once_for_hashing_and_loading(template):
     assert sorted(n for n in opened if n.endswith(".pt")) == sorted(FILES[:3])
 
 
-# -- single files -----------------------------------------------------------------------------------
+# -- single files ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -394,7 +396,7 @@ def test_a_file_is_loaded_only_after_its_hash_has_matched(single, monkeypatch):
     assert caught.value.verdict.layer == "sha256" and str(single) in str(caught.value)
 
 
-# -- the checks bite --------------------------------------------------------------------------------
+# -- the checks bite ------------------------------------------------------------------------------
 
 
 def mutant_finds_damage(group) -> bool:

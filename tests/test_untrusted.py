@@ -1,7 +1,8 @@
-"""Everything read from a store is untrusted: any bytes give a verdict, and nothing is run or left."""
+"""Everything read from a store is untrusted: any bytes give a verdict, and nothing is run."""
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -64,13 +65,13 @@ class Restored:
             path.write_bytes(data)
 
 
-# -- arbitrary bytes --------------------------------------------------------------------------------
+# -- arbitrary bytes ------------------------------------------------------------------------------
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
     | st.sampled_from(("model.pt", "../model.pt", "/etc/passwd", "torch", "run", "0" * 64)),
     lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(KEYS := (
+    | st.dictionaries(st.sampled_from((
         "schema", "run", "step", "sequence", "previous", "parts", "model", "file", "format",
         "size", "sha256", "content", "digests", "observed", "manifest_sha256", "manifest_size",
     )) | st.text(max_size=4), inner, max_size=4),
@@ -194,7 +195,7 @@ def test_any_bytes_at_all_are_parsed_or_refused(data):
             assert "here" in str(error)
 
 
-# -- names that lead elsewhere ----------------------------------------------------------------------
+# -- names that lead elsewhere --------------------------------------------------------------------
 
 
 def rewrite(group: Path, change) -> None:
@@ -249,7 +250,8 @@ AUDIT = """
         except Exception as error:
             assert type(error).__module__ == "ckptlib.errors", error
     for name in sorted(os.listdir(root)):
-        verify(os.path.join(root, name))
+        if not os.path.islink(os.path.join(root, name)):  # a link that is named is followed
+            verify(os.path.join(root, name))
     CheckpointStore(root).scrub()
     ours = [p for p in outside if not p.startswith(("/proc", "/sys", sys.prefix, sys.base_prefix))]
     print([p for p in ours if not p.endswith((".py", ".pyc"))])
@@ -329,7 +331,7 @@ def test_what_is_no_regular_file_is_invalid_and_never_waited_for(tmp_path, store
     assert CheckpointStore(root).load().step == 1
 
 
-# -- nothing is run ---------------------------------------------------------------------------------
+# -- nothing is run -------------------------------------------------------------------------------
 
 
 class Evil:
@@ -357,6 +359,7 @@ def evil_container(path: Path, kind: str) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 @pytest.mark.parametrize("kind", ["zip", "legacy", "pickle", "handmade"])
 @pytest.mark.parametrize("hash_matches", [True, False])
 def test_a_malicious_pickle_never_runs_whether_or_not_its_hash_matches(
@@ -417,7 +420,7 @@ def test_unhashed_bytes_of_a_group_are_never_handed_to_a_loader(tmp_path, store,
         CheckpointStore(root).load()
 
 
-# -- bounds -----------------------------------------------------------------------------------------
+# -- bounds ---------------------------------------------------------------------------------------
 
 
 def test_deep_and_huge_records_are_refused_in_bounded_memory(tmp_path, store):
@@ -457,13 +460,12 @@ def test_a_manifest_of_thousands_of_parts_does_not_exhaust_descriptors(tmp_path,
 
     def many(document):
         entry = document["parts"]["model"]
-        document["parts"] = {
-            f"p{n}": entry | {"file": f"p{n}.pt"} for n in range(5000)
-        }
+        document["parts"] = {f"p{n}": entry | {"file": f"p{n}.pt"} for n in range(5000)}
 
     rewrite(at(root, 2), many)
     for n in range(5000):
         os.link(at(root, 2) / "model.pt", at(root, 2) / f"p{n}.pt")
+    gc.collect()  # what other tests left
     before = len(os.listdir("/dev/fd"))
     verdict = verify(at(root, 2))
     assert verdict.status != INVALID or "p" in verdict.file
@@ -471,7 +473,7 @@ def test_a_manifest_of_thousands_of_parts_does_not_exhaust_descriptors(tmp_path,
     assert CheckpointStore(root).load().step in (1, 2)
 
 
-# -- one seam ---------------------------------------------------------------------------------------
+# -- one seam -------------------------------------------------------------------------------------
 
 SEAM = """
     import os, sys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import shutil
@@ -101,6 +102,7 @@ def test_a_directory_flush_that_fails_is_raised(tmp_path, monkeypatch):
 
 
 def test_a_flushed_directory_is_closed_again(tmp_path):
+    gc.collect()  # what other tests left
     before = len(os.listdir("/dev/fd"))
     for _ in range(5):
         REAL.flush_dir(str(tmp_path))
@@ -228,7 +230,7 @@ def test_closing_twice_closes_only_once(tmp_path):
     os.close(other)
 
 
-# -- layers -----------------------------------------------------------------------------------------
+# -- layers ---------------------------------------------------------------------------------------
 
 
 def test_the_recorder_sees_every_operation_in_order_with_sizes_and_primitives(tmp_path):
@@ -297,7 +299,7 @@ def test_a_layered_file_behaves_like_the_real_one(tmp_path):
         file.close()
 
 
-# -- the system calls themselves --------------------------------------------------------------------
+# -- the system calls themselves ------------------------------------------------------------------
 
 STRACE = shutil.which("strace")
 
@@ -307,8 +309,10 @@ def traced(tmp_path, code: str) -> list[str]:
     if STRACE is None:
         pytest.skip("strace is not installed (apt-get install strace), so system calls stay unseen")
     log = tmp_path / "strace.log"
-    calls = "trace=openat,open,creat,write,pwrite64,writev,fsync,fdatasync,rename,renameat,renameat2,"
-    calls += "unlink,unlinkat,mkdir,rmdir,symlink,symlinkat,sync_file_range,ftruncate,fchmod"
+    calls = "trace=openat,open,creat,write,pwrite64,writev,fsync,fdatasync,rename,renameat,"
+    calls += (
+        "renameat2,unlink,unlinkat,mkdir,rmdir,symlink,symlinkat,sync_file_range,ftruncate,fchmod"
+    )
     # -s 0: payloads are of no interest
     command = [STRACE, "-f", "-y", "-s", "0", "-o", str(log), "-e", calls, sys.executable, "-c"]
     ran = subprocess.run(

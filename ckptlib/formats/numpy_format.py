@@ -20,41 +20,40 @@ SUFFIX = ".npz"
 INDEX = "ckptlib.index.json"
 
 
-def _arrays(state):
-    """The skeleton, and for each leaf its array and how to turn it back."""
-    import numpy
-
-    skeleton, leaves = tree.flatten(state)
-    arrays, notes = {}, {}
-    for number, (name, leaf) in enumerate(leaves.items()):
-        member = f"{number:06d}"  # state keys may hold anything; member names stay plain
-        if is_tensor(leaf):
-            raw = numpy.frombuffer(tensor_bytes(leaf, name), dtype=numpy.uint8)
-            notes[name] = [member, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
-            arrays[member] = raw
-        else:
-            notes[name] = [member, None, None]
-            arrays[member] = numpy.asarray(leaf, order="C")  # one file for equal values
-    return skeleton, arrays, notes
-
-
 def check(state) -> None:
     """Raise UnsupportedState for anything this container cannot hold exactly."""
-    _arrays(state)
+    tree.flatten(state)
+
+
+def _array(leaf, name: str):
+    """What is stored of one leaf: a tensor as its bytes, since numpy lacks some of its dtypes."""
+    import numpy
+
+    if is_tensor(leaf):
+        return numpy.frombuffer(tensor_bytes(leaf, name), dtype=numpy.uint8)
+    return numpy.asarray(leaf, order="C")  # one file for equal values
 
 
 def save(state, sink) -> None:
     """Stream the container into ``sink``, members in state order, without time stamps."""
     from numpy.lib import format as npy
 
-    skeleton, arrays, notes = _arrays(state)
+    skeleton, leaves = tree.flatten(state)
+    members = {name: f"{number:06d}" for number, name in enumerate(leaves)}  # keys may be anything
+    notes = {
+        name: [members[name], str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
+        if is_tensor(leaf)
+        else [members[name], None, None]
+        for name, leaf in leaves.items()
+    }
     with zipfile.ZipFile(_Stream(sink), "w", zipfile.ZIP_STORED) as container:
         index = json.dumps({"skeleton": skeleton, "leaves": notes}, separators=(",", ":"))
         container.writestr(zipfile.ZipInfo(INDEX), index)
-        for member, array in arrays.items():
+        for name, leaf in leaves.items():
             # ZipInfo's default date is 1980, which keeps equal states byte-identical
-            with container.open(zipfile.ZipInfo(member + ".npy"), "w", force_zip64=True) as entry:
-                npy.write_array(entry, array, allow_pickle=False)
+            entry = zipfile.ZipInfo(members[name] + ".npy")
+            with container.open(entry, "w", force_zip64=True) as member:
+                npy.write_array(member, _array(leaf, name), allow_pickle=False)
 
 
 class _Stream:

@@ -44,7 +44,7 @@ def flatten(state) -> tuple[str, dict[str, object]]:
                 demand_data(item, name)
             else:
                 demand_plain_array(item, name)
-            if is_tensor(item) and str(item.layout) != "torch.strided":
+            if is_tensor(item) and (item.is_quantized or str(item.layout) != "torch.strided"):
                 raise refuse(name, f"layout {item.layout}", "convert it to a dense tensor")
             if is_tensor(item) and item.numel():
                 identity = (
