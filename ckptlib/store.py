@@ -211,6 +211,11 @@ class CheckpointStore:
         if not isinstance(parts, Mapping) or not parts:
             raise InvalidInput(explain("nothing to save", expected="a mapping of part to state",
                                        found=type(parts).__name__))  # fmt: skip
+        if len({str(name).casefold() for name in parts}) < len(parts):
+            raise InvalidInput(
+                explain("part names differ in case only", found=", ".join(map(str, parts)),
+                        do="rename one: on many disks they would be one file")
+            )  # fmt: skip
         container = formats.get(self.format)
         prepared = []
         for name, state in parts.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import os
 import sys
@@ -24,10 +25,16 @@ _START = format(time.time_ns() & 0xFFFFFFFFFF, "010x")
 
 @functools.cache
 def boot_id() -> str:
-    """Eight characters that change when the machine is booted again."""
+    """Eight characters for the set of processes among which a process number is unique.
+
+    They change when the machine is booted again, and differ between containers that number their
+    processes apart.
+    """
     if sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read(8)
+        with contextlib.suppress(OSError):
+            with open("/proc/sys/kernel/random/boot_id") as file:
+                names = file.read() + os.readlink("/proc/self/ns/pid")
+            return hashlib.sha256(names.encode()).hexdigest()[:8]
     import psutil
 
     return format(int(psutil.boot_time()) & 0xFFFFFFFF, "08x")

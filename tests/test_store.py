@@ -1334,3 +1334,9 @@ def test_a_mutant_that_orders_by_step_is_caught(root, monkeypatch):
         lambda self, **options: sorted(real(self, **options), key=lambda c: -c.step),
     )
     assert store.load().step != 3
+
+
+def test_part_names_that_differ_in_case_only_are_refused(root):
+    with pytest.raises(InvalidInput, match="case only"):
+        CheckpointStore(root).save(1, {"model": {}, "Model": {}})
+    assert not root.exists()
