@@ -210,6 +210,8 @@ def test_the_advice_follows_the_numbers():
         texts.append(guidance.advice(cost, 0.01, tables["training"]))
     assert texts[0] != texts[1]
     assert "every 1.57 s" in texts[0] and "every 26.2 min" in texts[1]
+    assert "Advice for this disk: **atomic_dirsync**" in texts[0]
+    assert f"{guidance.stats.BASELINE} would gain" in texts[0]
     few = guidance.guidance(world(runs=3)["latency"])
     assert "not estimable" in guidance.advice(few, 0.01, tables["training"])
 

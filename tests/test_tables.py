@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pandas as pd
 import pytest
 from synthetic import COUNTS, CURVES, world
@@ -107,6 +109,7 @@ def test_the_training_table_counts_bit_identical_runs(paper):
     table = tables.training(paper["training"]).set_index(["mode", "arm"])
     assert table.loc[("unsafe", "killed"), ["compared", "bit_identical"]].to_list() == [3, 3]
     assert table.loc[("unsafe", "uninterrupted"), "compared"] == 0
+    assert pd.isna(table.loc[("unsafe", "uninterrupted"), "bit_identical"])
 
 
 def test_text_joins_an_estimate_with_its_interval_and_says_not_estimable():
@@ -121,8 +124,27 @@ def test_text_joins_an_estimate_with_its_interval_and_says_not_estimable():
 
 
 def test_a_small_number_keeps_two_digits_that_count():
-    shown = tables.present(pd.DataFrame({"share_percent": [0.0, 0.00123, 12.34]}))
-    assert shown["share (%)"].to_list() == ["0.0", "0.0012", "12.3"]
+    shown = tables.present(pd.DataFrame({"share_percent": [0.0, 0.00123, 0.0698, 12.34]}))
+    assert shown["share (%)"].to_list() == ["0.0", "0.0012", "0.070", "12.3"]
+
+
+def test_an_empty_name_is_shown_as_a_dash():
+    shown = tables.present(pd.DataFrame({"mode": ["unsafe", ""]}))
+    assert shown["mode"].to_list() == ["unsafe", "–"]
+
+
+def test_in_a_notebook_words_stand_left_and_only_a_wide_table_is_set_smaller(tmp_path):
+    narrow = pd.DataFrame({"mode": ["unsafe"], "trials": [3]})
+    page = tables.save(narrow, "narrow", tmp_path, "c")._repr_html_()
+    assert re.search(r"td\.col0 \{\s*text-align: left", page)
+    assert re.search(r"td\.col1 \{\s*white-space: nowrap", page)
+    assert "font-size" not in page
+    told = pd.DataFrame({"x": ["1 [0.123456789, 2.123456789]"], "y": ["1 s"], "why": ["w" * 61]})
+    page = tables.save(told, "told", tmp_path, "c")._repr_html_()
+    assert re.search(r"td\.col0 \{\s*white-space: normal", page)
+    assert re.search(r"td\.col1 \{\s*white-space: nowrap", page)
+    wide = pd.DataFrame({f"x{i}": [i] for i in range(tables.WIDE + 1)})
+    assert "font-size" in tables.save(wide, "wide", tmp_path, "c")._repr_html_()
 
 
 def test_a_saved_table_is_csv_markdown_and_latex_with_its_caption(tmp_path, paper):

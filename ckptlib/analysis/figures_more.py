@@ -154,12 +154,13 @@ def figure_training(training: pd.DataFrame, curve: pd.DataFrame | None = None) -
         is their median ({told}), no interval. {same} ended bit-identical with the uninterrupted
         run of the same seed."""
     if curve is not None:
-        text = f"""Left: loss of one seed, uninterrupted and killed and recovered; where recovery is
-        exact, the lines coincide. Right: {text}"""
+        text = f"""Left: loss of one seed, left alone (uninterrupted), and killed and recovered
+        (killed); where recovery is exact, the lines coincide. Right: {text}"""
+    left = "" if curve is None else "Left: the falling loss of two runs of one seed. Right: "
     return fig.tell(
         text,
-        f"Marks of the share of training spent in saves by write mode; medians {told}. {same} were "
-        "bit-identical.",
+        f"{left}Marks of the share of training spent in saves by write mode; medians {told}. "
+        f"{same} were bit-identical.",
         saving[["mode", "arm", "seed", "train_s", "save_s", "share"]],
     )
 

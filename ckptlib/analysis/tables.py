@@ -27,6 +27,9 @@ OUTCOMES = (
 )
 # The protocols under which a published latency may stand beside ours; `batched` is not the paper's.
 PAPERS_PROTOCOLS = ("artifact", "per_file")
+WIDE = 10  # a table with more columns is set smaller
+# Characters: beside a cell longer than PROSE, only numbers up to SHORT stay on one line.
+PROSE, SHORT = 60, 12
 # Suffix of a column's name -> unit shown, digits behind the point.
 _UNITS = {"_ms": ("ms", 2), "_s": ("s", 3), "_percent": ("%", 1)}
 
@@ -160,10 +163,11 @@ def training(trials: pd.DataFrame) -> pd.DataFrame:
         row = key | {"runs": len(part), "saves": int(part["saves"].fillna(0).max())}
         row["accuracy_percent"] = part["test_accuracy"].mean() * 100
         compared = part["bit_identical"].dropna().astype(bool)
-        row |= {"compared": len(compared), "bit_identical": int(compared.sum())}
+        same = int(compared.sum()) if len(compared) else pd.NA  # 0 would read as "none was"
+        row |= {"compared": len(compared), "bit_identical": same}
         row |= {"train_s": part["train_s"].median(), "save_s": part["save_s"].median()}
         rows.append(row | {"share_percent": part["share"].median() * 100})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).astype({"bit_identical": "Int64"})
 
 
 def _groups(frame: pd.DataFrame, key: list[str]) -> Iterator[tuple[dict, pd.DataFrame]]:
@@ -207,14 +211,14 @@ def present(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cell(value: object, digits: int) -> str:
-    if pd.isna(value):
+    if pd.isna(value) or value == "":
         return "–"
     return _number(value, digits) if isinstance(value, float) else str(value)
 
 
 def _number(value: float, digits: int) -> str:
     if 0 < abs(value) < 10**-digits:  # two digits that count, rather than a zero that is none
-        return np.format_float_positional(value, precision=2, fractional=False)
+        return f"{value:.{1 - int(np.floor(np.log10(abs(value))))}f}"
     return f"{value:.{digits}f}"
 
 
@@ -240,7 +244,20 @@ class SavedTable:
     paths: tuple[Path, ...]
 
     def _repr_html_(self) -> str:
-        return self.shown.style.hide(axis="index").set_caption(self.caption).to_html()
+        shown = self.shown.style.hide(axis="index").set_caption(self.caption)
+        longest = [self.shown[name].str.len().max() for name in self.shown]
+        unbroken = SHORT if max(longest) > PROSE else PROSE
+        rules = []
+        for place, name in enumerate(self.shown):
+            words = self.shown[name].str.match(r"[^\W\d]").any()
+            wrap = "nowrap" if longest[place] <= unbroken else "normal"
+            look = "text-align: left" if words else f"white-space: {wrap}"
+            rules.append({"selector": f"td.col{place}", "props": look})
+            if words:
+                rules.append({"selector": f"th.col{place}", "props": look})
+        if self.shown.shape[1] > WIDE:  # so that a page shows the last column, too
+            rules.append({"selector": "td, th", "props": "font-size: 80%; padding: 0.3em 0.4em"})
+        return shown.set_table_styles(rules).to_html()
 
     def _repr_markdown_(self) -> str:
         return f"{self.caption}\n\n{to_markdown(self.shown)}"
