@@ -79,7 +79,8 @@ def _latency(root: Path) -> str:
 
 def _crash(root: Path) -> str:
     found = tables.outcomes(_read(root, "crash"))
-    killed = found[found["method"] == "sigkill"].drop(columns=["method", "crash_point"])
+    killed = found[(found["method"] == "sigkill") & (found["crash_point"] != "none")]
+    killed = killed.drop(columns=["method", "crash_point"])
     summed = killed.groupby(["mode", "protocol"], sort=False).sum().reset_index()
     return tables.to_markdown(tables.present(summed))
 

@@ -36,6 +36,7 @@ def test_at_least_twenty_claims_are_judged_and_only_a_machines_times_are_not():
         *(f"latency_{m}_p{q}" for m in ("unsafe", "nodirsync", "dirsync") for q in (50, 90, 99)),
         "process_dirsync_p99",
         "rename_is_durable_with_dirsync",
+        "flush_is_plain_fsync",
     }
 
 

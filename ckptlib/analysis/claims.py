@@ -72,16 +72,21 @@ def _no_interval(found: Interval) -> Judgement | None:
 
 @_rule
 def interval_contains(found: Interval, published: float, widest: float) -> Judgement:
-    """The published number lies in the measured interval, which is at most `widest` times it."""
+    """The published number lies in the measured interval, which is at most `widest` times it.
+
+    An interval that leaves the number out says so however wide it is; one that holds it says
+    something only if it is narrow.
+    """
     missing = _no_interval(found)
     if missing:
         return missing
+    if not found.low <= published <= found.high:
+        why = f"the interval ({found.method}) does not contain the published number"
+        return _judge(False, found, why)
     if found.high - found.low > widest * abs(published):
         why = f"the interval ({found.method}) is too wide to judge by"
         return Judgement(NOT_COMPARABLE, found, why)
-    holds = found.low <= published <= found.high
-    words = "contains" if holds else "does not contain"
-    return _judge(holds, found, f"the interval ({found.method}) {words} the published number")
+    return _judge(True, found, f"the interval ({found.method}) contains the published number")
 
 
 @_rule

@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # one thread a process: else times and sums depend on the machine
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # a debugger's warning in every notebook
+    "TQDM_DISABLE": "1",  # a bar in an executed notebook stands still; the executor shows progress
 }
 
 
