@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         before = page.read_text(encoding="utf-8")
         after = fill(before, root)
-    except CkptError as error:
+    except (CkptError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     if before == after:

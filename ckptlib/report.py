@@ -22,7 +22,7 @@ from nbconvert import HTMLExporter
 from pygments.formatters import HtmlFormatter
 
 from ckptlib.errors import CkptError, MissingInput, explain
-from ckptlib.experiments import outputs
+from ckptlib.experiments import outputs, registry
 from ckptlib.experiments.paths import resolve
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -66,6 +66,9 @@ def build(results: Path, figures: Path) -> str:
             ),
             folder,
         )
+    for name in registry.OUTPUTS:  # tables of another version would stand beside today's claims
+        if outputs.csv_path(results, name).is_file():
+            outputs.read(results, name)
     claims = outputs.read(results, "claims")
     counts = claims["verdict"].value_counts()
     record = outputs.record_of(results, "claims")
@@ -192,11 +195,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = resolve(options.output) if options.output else results / "report.html"
     try:
         html = build(results, resolve(options.figures))
+        with outputs.replaced(page) as temporary:
+            temporary.write_text(html, encoding="utf-8")
     except CkptError as error:
         print(f"No report was made: {error}", file=sys.stderr)
         return 2
-    with outputs.replaced(page) as temporary:
-        temporary.write_text(html, encoding="utf-8")
+    except OSError as error:
+        print(
+            f"No report was made: {error.strerror}: {page}. Choose another place for it.",
+            file=sys.stderr,
+        )
+        return 2
     print(f"{page}: {len(html.encode()) / 2**20:.1f} MiB, opens offline")
     return 0
 

@@ -343,3 +343,37 @@ def test_an_interrupt_leaves_no_process_and_no_half_and_the_next_run_goes_on(pro
     assert again.returncode == 0, again.stderr
     assert log_of(project) == ["one", "two"], again.stdout
     assert re.search(r"1 of 2 notebooks ran", again.stdout)
+
+
+@pytest.mark.parametrize("jobs", ["abc", "", "1.5", "0"])
+def test_a_number_of_workers_that_is_none_is_one_sentence_that_names_the_knob(
+    project, capsys, jobs
+):
+    project.add("01_a", "1")
+    assert main(project.arguments("--jobs", jobs)) == 2
+    assert "JOBS" in capsys.readouterr().err
+    assert not project.results.exists()
+
+
+def test_a_scheduler_that_does_not_answer_is_found_before_anything_runs(project, capsys):
+    project.add("01_a", "1")
+    options = ["--engine", "dask", "--scheduler", "tcp://127.0.0.1:1"]
+    assert main(project.arguments(*options)) == 2
+    assert "no Dask scheduler answers" in capsys.readouterr().err
+    assert not project.results.exists()
+
+
+@pytest.mark.parametrize("knob", ["results", "figures"])
+def test_a_folder_that_cannot_be_written_is_found_before_anything_runs(project, capsys, knob):
+    project.add("01_a", "1")
+    assert main(project.arguments(f"--{knob}", "/proc/nowhere")) == 2
+    said = capsys.readouterr().err
+    assert knob.upper() in said and "/proc/nowhere" in said
+    assert not project.results.exists()
+
+
+def test_a_negative_seed_is_refused_before_anything_runs(project, capsys):
+    project.add("01_a", "1")
+    project.write_profile({"01_a": {"seed": -1}})
+    assert main(project.arguments()) == 2
+    assert "seed" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from html.parser import HTMLParser
 
 import nbformat
@@ -165,3 +166,18 @@ def test_claims_of_another_version_of_the_code_are_refused(results, capsys):
     record.write_text(record.read_text().replace('"code_hash": "', '"code_hash": "0'))
     assert report.main(["--results", str(results)]) == 2
     assert "another version of the code" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence_and_not_a_traceback(results, capsys):
+    arguments = ["--results", str(results), "--output", "/proc/no/such/place/report.html"]
+    assert report.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "/proc/no/such/place" in said and "Traceback" not in said
+
+
+def test_any_table_of_another_version_of_the_code_is_refused(results, tmp_path, capsys):
+    record = {"name": "training", "code_hash": "0" * 64, "columns": {}}
+    outputs.csv_path(results, "training").write_text("trial_id\n")
+    outputs.provenance_path(results, "training").write_text(json.dumps(record))
+    assert report.main(["--results", str(results), "--output", str(tmp_path / "r.html")]) == 2
+    assert "training.csv" in capsys.readouterr().err

@@ -214,3 +214,14 @@ def test_damaged_digits_are_refused(tmp_path, damage):
 def test_missing_digits_are_reported_as_missing(tmp_path):
     with pytest.raises(MissingInput, match="the digits are missing"):
         digits.load_digits(tmp_path / "digits.csv.gz")
+
+
+def test_what_other_threads_draw_from_pythons_generator_does_not_enter_the_state():
+    import random
+
+    with deterministic():
+        trainer = Trainer(3)
+        trainer.advance()
+        before = trainer.digest()
+        random.random()
+        assert trainer.digest() == before

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ckptlib import provenance
 from ckptlib.errors import InvalidInput, UnsuitableScratch, explain
@@ -171,20 +174,62 @@ def open_run(
         notebook=notebook,
         parameters=parameters,
     )
-    for folder in (run.results, run.figures):
+    _writable({"RESULTS": run.results, "FIGURES": run.figures})
+    return run
+
+
+def _writable(folders: dict[str, Path]) -> None:
+    """Make the folders, by the knob that names each, and see that they can be written to."""
+    made: list[Path] = []
+    for knob, folder in folders.items():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder, made)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
         except OSError as error:
+            _unmake(made)
             raise InvalidInput(
                 explain(
-                    "this folder cannot be made",
+                    "this folder cannot be written",
                     path=folder,
                     found=error.strerror,
-                    do="choose another with RESULTS",
+                    do=f"choose another with {knob}",
                 ),
                 folder,
             ) from error
-    return run
+
+
+def _make(folder: Path, made: list[Path]) -> None:
+    """Make a folder and what is missing above it, noting what was made, outermost first."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    for place in reversed(missing):
+        place.mkdir()
+        made.append(place)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+
+
+def _unmake(made: list[Path]) -> None:
+    for place in reversed(made):
+        with contextlib.suppress(OSError):
+            place.rmdir()
+
+
+def check_scheduler(address: str, timeout_s: float = 5.0) -> None:
+    """See that something answers at a Dask scheduler's address, before anything is run."""
+    parts = urlsplit(address)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 8786), timeout_s).close()
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            explain(
+                "no Dask scheduler answers",
+                path=address,
+                expected="an address such as tcp://host:8786",
+                found=str(error),
+                do="start one there, or leave SCHEDULER empty for one on this machine",
+            )
+        ) from error
 
 
 def _choice(what: str, value: str, allowed: Sequence[str]) -> None:
@@ -220,18 +265,16 @@ def check_scratch(place: Path, *, force_memory: bool = False, space: int = SPACE
             ),
             place,
         )
-    is_new = not place.exists()
+    made: list[Path] = []
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        _make(place, made)
         with tempfile.TemporaryFile(dir=place) as probe:
             probe.write(bytes(2**16))
             probe.flush()
             os.fsync(probe.fileno())
         free = shutil.disk_usage(place).free
     except OSError as error:
-        if is_new:
-            with contextlib.suppress(OSError):
-                place.rmdir()
+        _unmake(made)
         raise UnsuitableScratch(
             explain(
                 "the scratch folder cannot be written",
@@ -243,6 +286,7 @@ def check_scratch(place: Path, *, force_memory: bool = False, space: int = SPACE
             place,
         ) from error
     if free < space:
+        _unmake(made)
         raise UnsuitableScratch(
             explain(
                 "the disk of the scratch folder is full",

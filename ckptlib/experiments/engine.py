@@ -162,15 +162,20 @@ def _alone(partial: Path, name: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _swept(scratch: Path, name: str) -> Iterator[Path]:
-    """Give a scratch folder to this process, after removing those of processes that died."""
+def sweep(scratch: Path, name: str) -> None:
+    """Remove the scratch folders of an experiment whose processes have died."""
     import psutil
 
     for left in scratch.glob(f"{name}.*"):
         pid = left.suffix[1:]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _swept(scratch: Path, name: str) -> Iterator[Path]:
+    """Give a scratch folder to this process, after removing those of processes that died."""
+    sweep(scratch, name)
     place = scratch / f"{name}.{os.getpid()}"
     try:
         yield place

@@ -108,7 +108,12 @@ class Trainer:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "rng": {"global": rng_state(), "data": self._data.get_state()},
+            # only generators that this training draws from: on a Dask worker, other threads draw
+            # from Python's own
+            "rng": {
+                "global": {"torch": rng_state()["torch"]},
+                "data": self._data.get_state(),
+            },
             "progress": {"step": self.step, "position": self._position, "order": self._order},
         }
 

@@ -38,9 +38,10 @@ def rng_state() -> dict:
 
 
 def restore_rng(state: dict) -> None:
-    """Put the generators back to what :func:`rng_state` collected."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(_words(words)), gauss))
+    """Put the generators back to what :func:`rng_state` collected, or to the part that was kept."""
+    if "python" in state:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(_words(words)), gauss))
     if "numpy" in state:
         import numpy
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptlib.errors import CkptError, InvalidInput, MissingInput, StaleResults, explain
-from ckptlib.experiments import context
+from ckptlib.experiments import context, engine, registry
 from ckptlib.experiments.paths import project_root
 from ckptlib.reproduce.kernel import NotebookFailed, interruptible, run_notebook
 from ckptlib.reproduce.parameters import effective
@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--results", help="folder of the tables (default: as the profile says)")
     add("--figures", help="folder of the figures (default: as the profile says)")
     add("--scratch", help="folder on the disk under test (default: as the profile says)")
-    add("--jobs", type=int, help="worker processes; no result depends on it")
+    add("--jobs", help="worker processes; no result depends on it")
     add("--engine", help="loky, or dask for a cluster")
     add("--scheduler", help="address of the Dask scheduler, tcp://host:port")
     add("--force-memory-scratch", action="store_true", default=None, help="accept a disk in memory")
@@ -59,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Stopped: {error.strerror}: {error.filename}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        # only now are the workers gone that were still writing there
+        for name in registry.OUTPUTS if options.scratch else ():
+            engine.sweep(Path(options.scratch), name)
         print(
             "\nStopped. Finished notebooks and trials are kept: the same command continues.",
             file=sys.stderr,
@@ -94,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
     """
     root = (options.project or project_root()).resolve()
     works = _plan(root, options)
+    options.scratch = str(root / Path(works[0].parameters["scratch"]).expanduser())
     with _alone(works[0].results):
         return _run(root, works, options)
 
@@ -101,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
 def _plan(root: Path, options: argparse.Namespace) -> list[Work]:
     """Everything that may be wrong is found here; the folders of the run are made last."""
     given = {name: getattr(options, name) for name in COMMON}
+    if given["jobs"] is not None:
+        given["jobs"] = _whole(given["jobs"])
     overrides = {name: value for name, value in given.items() if value is not None}
     plan = effective(root, options.profile, {**overrides, "profile": options.profile})
     for name in options.only or ():
@@ -112,6 +118,8 @@ def _plan(root: Path, options: argparse.Namespace) -> list[Work]:
     folders = {name: root / Path(places[name]).expanduser() for name in ("results", "figures")}
     scratch = root / Path(places["scratch"]).expanduser()
     _ours(folders["results"])
+    if places["scheduler"]:
+        context.check_scheduler(places["scheduler"])
     executed = root / Path(options.output_dir or folders["results"] / "notebooks").expanduser()
     chosen = [
         Work(
@@ -132,6 +140,15 @@ def _plan(root: Path, options: argparse.Namespace) -> list[Work]:
         notebook="",
     )
     return chosen
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidInput(
+            explain("JOBS is not a number of workers", expected="1 or more", found=repr(text))
+        ) from None
 
 
 def _ours(results: Path) -> None:

@@ -160,4 +160,10 @@ def _checked(notebook: Path, values: dict, source: Path) -> dict[str, object]:
                 ),
                 source,
             )
+    if isinstance(values.get("seed"), int) and values["seed"] < 0:
+        raise InvalidInput(
+            explain("the seed is negative", path=source, expected="0 or more",
+                    found=values["seed"], do="correct the value in the profile"),
+            source,
+        )  # fmt: skip
     return values
