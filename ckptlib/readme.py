@@ -65,7 +65,9 @@ def _claims(root: Path) -> str:
     judged = claims[claims["verdict"] == "differs"]
     text = f"Of {len(claims)} claims: {line}. All of them: `figures/reference/table_claims.md`.\n"
     if len(judged):
-        shown = judged[["claim_id", "source", "published", "measured", "note"]]
+        shown = judged[["claim_id", "source", "published", "measured"]].copy()
+        # what the rule says about the interval stands in the full table; here only the reason
+        shown["why"] = judged["note"].str.split("; ", n=1).str[-1]
         text += "\nThose that differ here:\n\n" + tables.to_markdown(tables.present(shown))
     return text
 

@@ -44,7 +44,7 @@ class Run:
             "profile": self.profile,
             "notebook": self.notebook,
             "parameters": self.parameters,
-            "scratch": str(self.scratch),
+            "scratch": _told(self.scratch),
             "filesystem": provenance.filesystem(self.scratch),
             "workers": self.jobs,
             "engine": self.engine,
@@ -176,6 +176,12 @@ def open_run(
     )
     _writable({"RESULTS": run.results, "FIGURES": run.figures})
     return run
+
+
+def _told(folder: Path) -> str:
+    """A folder for the records: from the project where it lies within, since others move it."""
+    root = resolve(".")
+    return str(folder.relative_to(root) if folder.is_relative_to(root) else folder)
 
 
 def _writable(folders: dict[str, Path]) -> None:
