@@ -11,6 +11,14 @@ JOBS      ?= 2
 TORCH_INDEX ?=
 PYTHON    ?=
 
+# A mistyped knob would else be ignored, and ten minutes later another profile be done.
+KNOBS := PROFILE ENGINE SCHEDULER RESULTS FIGURES SCRATCH JOBS TORCH_INDEX PYTHON
+UNKNOWN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),\
+  $(filter-out $(KNOBS) MAKE%,$(name))))
+ifneq ($(strip $(UNKNOWN)),)
+$(error Unknown knob $(strip $(UNKNOWN)); the knobs are $(KNOBS). Correct its name)
+endif
+
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .PHONY: help setup reproduce smoke test lint lab report reference readme clean outdated
@@ -84,8 +92,11 @@ test: lint  ## lint, unit and property tests, and every notebook at smoke size
 lint: $(READY)  ## check the code and the notebooks with ruff
 	@$(PY) -m ruff check .
 
+# In a container one is root, which Jupyter refuses by default; here only this machine can connect.
+AS_ROOT := $(shell [ "`id -u`" = 0 ] && echo --allow-root)
+
 lab: $(READY)  ## open JupyterLab on this machine only, behind a token
-	@$(PY) -m jupyterlab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir='$(CURDIR)' \
+	@$(PY) -m jupyterlab $(AS_ROOT) --ServerApp.ip=127.0.0.1 --ServerApp.root_dir='$(CURDIR)' \
 	  --LabApp.default_url=/lab/tree/notebooks/00_tour.ipynb
 
 report: $(READY)  ## one page with the claims and all executed notebooks, readable offline

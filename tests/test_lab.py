@@ -27,7 +27,7 @@ def test_lab_listens_on_the_loopback_and_asks_for_its_token(tmp_path):
     settings.mkdir()
     # a port of its own and no browser window; everything else as a user would get it
     (settings / "jupyter_server_config.json").write_text(
-        json.dumps({"ServerApp": {"open_browser": False, "port": 0, "allow_root": True}})
+        json.dumps({"ServerApp": {"open_browser": False, "port": 0}})
     )
     environment = os.environ | {
         "JUPYTER_RUNTIME_DIR": str(runtime),

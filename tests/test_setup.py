@@ -309,3 +309,11 @@ def test_ci_runs_make_test():
     assert os.access(script, os.X_OK)
     assert script.read_text("utf-8").rstrip().endswith("\nmake test")
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+
+
+def test_a_mistyped_knob_is_refused_and_the_known_ones_are_named():
+    done = subprocess.run(
+        ["make", "-n", "smoke", "PROFLIE=smoke"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "Unknown knob PROFLIE" in done.stderr and "PROFILE" in done.stderr
