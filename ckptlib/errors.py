@@ -73,8 +73,8 @@ class UnsupportedState(CkptError, TypeError):
         self.key = key
 
 
-class WriteFailed(CkptError, OSError):
-    """The operating system refused a step of a save; the previous checkpoint is untouched.
+class OperationFailed(CkptError, OSError):
+    """The operating system refused a file operation.
 
     Attributes
     ----------
@@ -90,21 +90,12 @@ class WriteFailed(CkptError, OSError):
         self.operation = operation
 
 
-class ReadFailed(CkptError, OSError):
-    """The operating system refused to show what is there just now; nothing was concluded from it.
+class WriteFailed(OperationFailed):
+    """A step of a save was refused; the previous checkpoint is untouched."""
 
-    Attributes
-    ----------
-    errno : int
-        The operating system's error number.
-    operation : str
-        The step that failed, for example ``list``.
-    """
 
-    def __init__(self, message: str, path=None, errno: int | None = None, operation: str = ""):
-        super().__init__(message, path)
-        self.errno = errno
-        self.operation = operation
+class ReadFailed(OperationFailed):
+    """What is there cannot be seen just now; nothing was concluded from it."""
 
 
 class CommittedNotDurable(CkptError, OSError):
