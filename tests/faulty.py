@@ -20,7 +20,8 @@ import numpy
 import torch
 from hypothesis import strategies as st
 
-from ckptlib import temps
+from ckptlib import CheckpointStore, temps
+from ckptlib.catalog import step_name
 from ckptlib.errors import CkptError
 from ckptlib.vfs import LayeredVFS, Operation, RecordingVFS
 
@@ -277,3 +278,22 @@ def same(left, right) -> bool:
     if isinstance(left, (list, tuple)):
         return all(map(same, left, right))
     return True
+
+
+# -- stores ----------------------------------------------------------------------------------------
+
+
+def filled(root, *steps, **options) -> CheckpointStore:
+    store = CheckpointStore(root, **options)
+    for step in steps:
+        store.save(step, parts(step))
+    return store
+
+
+def at(root, step: int) -> Path:
+    return Path(root) / step_name(step)
+
+
+def tear(root, step: int, file: str = "model.pt") -> None:
+    path = at(root, step) / file
+    path.write_bytes(path.read_bytes()[:-7])

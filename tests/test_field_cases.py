@@ -24,7 +24,9 @@ from faulty import (
     ATOMIC,
     FailingVFS,
     KillingVFS,
+    at,
     contents,
+    filled,
     flips,
     in_child,
     leftovers,
@@ -32,6 +34,7 @@ from faulty import (
     record,
     same,
     skip_the_medium,
+    tear,
 )
 
 from ckptlib import CheckpointStore, guard, install, manifests, rng_state, sidecars, temps
@@ -58,22 +61,6 @@ OLD, NEW = b"old " * 9000, b"new!" * 12000
 @pytest.fixture
 def root(tmp_path) -> Path:
     return tmp_path / "store"
-
-
-def filled(root, *steps, **options) -> CheckpointStore:
-    store = CheckpointStore(root, **options)
-    for step in steps:
-        store.save(step, parts(step))
-    return store
-
-
-def at(root, step: int) -> Path:
-    return Path(root) / step_name(step)
-
-
-def tear(root, step: int, file: str = "model.pt") -> None:
-    path = at(root, step) / file
-    path.write_bytes(path.read_bytes()[:-7])
 
 
 # -- saving ---------------------------------------------------------------------------------------

@@ -25,7 +25,9 @@ from faulty import (
     FailingVFS,
     KillingVFS,
     WatchingVFS,
+    at,
     contents,
+    filled,
     in_child,
     is_typed,
     leftovers,
@@ -33,6 +35,7 @@ from faulty import (
     record,
     same,
     skip_the_medium,
+    tear,
 )
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -64,22 +67,6 @@ EACH_ATOMIC = pytest.mark.parametrize(("mode", "protocol"), ATOMIC)
 @pytest.fixture
 def root(tmp_path) -> Path:
     return tmp_path / "store"
-
-
-def filled(root, *steps, **options) -> CheckpointStore:
-    store = CheckpointStore(root, **options)
-    for step in steps:
-        store.save(step, parts(step))
-    return store
-
-
-def at(root, step: int) -> Path:
-    return Path(root) / step_name(step)
-
-
-def tear(root, step: int, file: str = "model.pt") -> None:
-    path = at(root, step) / file
-    path.write_bytes(path.read_bytes()[:-7])
 
 
 def recommit(root, step: int, **changes) -> None:
