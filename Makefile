@@ -10,9 +10,10 @@ SCRATCH   ?= data/scratch
 JOBS      ?= 2
 TORCH_INDEX ?=
 PYTHON    ?=
+ONLY      ?=
 
 # A mistyped knob would else be ignored, and ten minutes later another profile be done.
-KNOBS := PROFILE ENGINE SCHEDULER RESULTS FIGURES SCRATCH JOBS TORCH_INDEX PYTHON
+KNOBS := PROFILE ENGINE SCHEDULER RESULTS FIGURES SCRATCH JOBS TORCH_INDEX PYTHON ONLY
 UNKNOWN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),\
   $(filter-out $(KNOBS) MAKE%,$(name))))
 ifneq ($(strip $(UNKNOWN)),)
@@ -21,7 +22,7 @@ endif
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce smoke test lint lab report reference readme clean outdated
+.PHONY: help setup reproduce smoke test lint lab report bench reference readme clean outdated
 
 PY := .venv/bin/python
 # The stamp holds the path of the project: a copied folder would else run the code of the original.
@@ -42,6 +43,7 @@ help:  ## print this help
 	@echo '  ENGINE=$(ENGINE)    loky (this machine) or dask (a cluster, with SCHEDULER)'
 	@echo '  SCHEDULER=$(SCHEDULER)    address of a Dask scheduler, tcp://host:port'
 	@echo '  PYTHON=$(PYTHON)    the Python (3.11 or newer) that .venv is made from'
+	@echo '  ONLY=$(ONLY)    what `make bench` measures, for example power; all if it is empty'
 	@echo '  TORCH_INDEX=$(TORCH_INDEX)    a package index for torch alone, for example a CPU-only one'
 
 setup: $(READY)  ## make .venv with the exact versions of requirements.lock
@@ -101,6 +103,9 @@ lab: $(READY)  ## open JupyterLab on this machine only, behind a token
 
 report: $(READY)  ## one page with the claims and all executed notebooks, readable offline
 	@$(PY) -m ckptlib.report --results '$(RESULTS)' --figures '$(FIGURES)' --output '$(RESULTS)/report.html'
+
+bench: $(READY)  ## measure speeds on this machine, beside a calibration of the same minutes
+	@$(PY) -m ckptlib.bench --only '$(ONLY)' --scratch '$(SCRATCH)' --jobs '$(JOBS)'
 
 reference:  ## renew the committed run of the paper profile, and the numbers in README
 	rm -rf data/reference figures/reference

@@ -78,6 +78,7 @@ def build(results: Path, figures: Path) -> str:
         summary=f"{len(claims)} claims: "
         + ", ".join(f"{count} {verdict.replace('_', ' ')}" for verdict, count in counts.items())
         + f". Made on {record.get('date', 'an unknown date')}.",
+        skipped=outputs.skipped_lines(results),
         failed=[path.name.removesuffix(".failed.ipynb") for path in failed],
         pages=[_page(path, {other.stem for other in complete}) for path in complete],
         overview=_overview(figures),

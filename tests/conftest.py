@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import nbformat
 import pytest
 import yaml
 from nbformat.v4 import new_code_cell, new_notebook
+
+from ckptlib.crashes import filesystems
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers of pytest-xdist share the cores
 
@@ -30,6 +33,32 @@ scheduler: str = ""  # address of a Dask scheduler
 force_memory_scratch: bool = False  # accept a disk in memory
 seed: int = 2025  # of everything random
 """
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "needs_power(name, ...): mounts these file systems, ext4 by default; skipped with the "
+        "reason where that is impossible, but failed in CI, where it must be possible",
+    )
+
+
+def pytest_runtest_setup(item):
+    names = [name for mark in item.iter_markers("needs_power") for name in mark.args or ["ext4"]]
+    if names:
+        demand_power(names, _support(), in_ci=bool(os.environ.get("CI")))
+
+
+def demand_power(names: list[str], support: dict[str, str], *, in_ci: bool) -> None:
+    """Skip the test if power can't be cut here; a skip in CI would read like a pass."""
+    for name in names:
+        if support[name] and in_ci:
+            pytest.fail(f"this test may not be skipped in CI: {support[name]}", pytrace=False)
+        if support[name]:
+            pytest.skip(support[name])
+
+
+_support = functools.cache(filesystems.support)
 
 
 class Project:

@@ -45,6 +45,7 @@ def world(kind: str = "paper", *, runs: int = 40, saves: int = 40, seeds: int = 
         "corruption": corruption(good, seeds, saves),
         "training": training(),
         "timeline": timeline(),
+        "power_loss": power_loss(good, min(seeds, 3)),
     }
     return {name: canonical(frame, name) for name, frame in tables.items()}
 
@@ -211,3 +212,80 @@ def timeline() -> pd.DataFrame:
             add(t, "sample", name, value / 20, "B/s", pd.NA, mode)
     columns = ["t_s", "kind", "name", "value", "unit", "step", "mode"]
     return pd.DataFrame(rows, columns=columns)
+
+
+FILESYSTEMS = ("ext4", "ext4_writeback", "ext4_journal", "ext4_noauto_da_alloc", "xfs", "btrfs")
+GROUPS = (
+    ("per_file", "saves"),
+    ("batched", "saves"),
+    ("batched", "prune"),
+    ("batched", "recovery"),
+)
+FILES = tuple(("single_file", workload) for workload in ("overwrite", "numbered"))
+BESIDE = (("artifact", "saves"), ("bare_file", "overwrite"), ("bare_file", "numbered"))
+LEFT_OUT = (
+    *(("per_file", omitted) for omitted in ("parents", "store", "step")),
+    *(("batched", omitted) for omitted in ("parents", "store", "staging")),
+)
+POLICIES = ("none", "all", "prefix", "missing", "alone", "subset", "torn_4096", "torn_512")
+
+
+def power_loss(good=True, seeds=3, states=24) -> pd.DataFrame:
+    """States of logs: unsafe loses nearly always, atomic_nodirsync about half, dirsync never."""
+    rows = []
+    for name in FILESYSTEMS:
+        arms = [(mode, *arm, "") for mode in MODES for arm in GROUPS + FILES]
+        arms = [a for a in arms if a[:2] != ("unsafe", "batched")]
+        if "_" not in name:
+            arms += [("atomic_dirsync", *arm, "") for arm in BESIDE]
+            arms += [("atomic_dirsync", p, "saves", omitted) for p, omitted in LEFT_OUT]
+        for seed in range(seeds):
+            for arm in arms:
+                rows += [_power(name, *arm, seed, number, good) for number in range(states)]
+    return _number(rows)
+
+
+def _power(filesystem, mode, protocol, workload, omitted, seed, number, good) -> dict:
+    lost = {"unsafe": number % 12 > 0, "atomic_nodirsync": (number // 2 + seed) % 2 == 0}
+    lost = lost.get(mode, (protocol, omitted) in {("batched", "store"), ("per_file", "step")})
+    refused = POLICIES[number % 8] == "torn_512" and number // 8 == seed and filesystem == "btrfs"
+    told = number >= 4  # before that, nothing has been acknowledged
+    outcome, damage = "kept" if told else "lost_unacknowledged", ""
+    if told and (lost or refused or not good):
+        outcome = ("lost_acknowledged", "unrecoverable")[number % 2]
+        kinds = ("absent directory", "missing name", "torn content")
+        if protocol in ("single_file", "bare_file"):
+            kinds = ("missing name", "zero length", "stale content")
+        damage = kinds[number % 3]
+    if not good and number % 8 == 7:
+        outcome, damage = ("mixed", "false_accept")[number // 8 % 2], ""
+    log = "-".join([filesystem, mode, protocol, workload, omitted, str(seed)])
+    return {
+        "filesystem": filesystem, "mode": mode, "protocol": protocol, "workload": workload,
+        "omitted": omitted, "seed": seed, "log": log, "policy": POLICIES[number % 8],
+        "cut": 100 + number, "window": number // 4, "tail": number % 5,
+        "kept_writes": min(number % 8, number % 5), "exhaustive": number % 3 == 0,
+        "acknowledged_step": 2 if told else pd.NA, "in_flight_step": 3,
+        "recovered_step": pd.NA if outcome == "unrecoverable" else 1 if damage else 2,
+        "outcome": outcome, "rule": "", "expected": good, "damage": damage,
+        "mount_error": "EINVAL" if refused else "", "repaired": refused,
+        "next_save_ok": True if number % 8 == 0 else pd.NA,
+    }  # fmt: skip
+
+
+def story_events() -> pd.DataFrame:
+    """Records of a save whose rename was not flushed: the power goes before record 9."""
+    rows = [
+        (0, "application", "mark", "save of step 2 begins", 0),
+        (1, "application", "write", "write runs/job/(temporary)/model.pt", 17961),
+        (2, "application", "flush", "flush runs/job/(temporary)/model.pt", 17961),
+        (3, "device", "write", "write 20480 bytes at block 7", 20480),
+        (4, "device", "flush", "flush", 0),
+        (5, "application", "rename", "rename runs/job/(temporary) to runs/job/step-2", 0),
+        (6, "device", "write", "write 4096 bytes at block 9", 4096),
+        (7, "device", "write", "write 8192 bytes at block 11", 8192),
+        (8, "application", "mark", "step 2 is acknowledged", 0),
+        (9, "device", "flush", "flush", 0),
+        (10, "application", "mark", "save of step 3 begins", 0),
+    ]
+    return pd.DataFrame(rows, columns=["index", "lane", "kind", "label", "size"])

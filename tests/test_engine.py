@@ -350,6 +350,15 @@ def test_a_table_that_the_present_code_did_not_make_is_refused(tmp_path, damage,
         outputs.read(tmp_path / "results", "toy")
 
 
+def test_a_table_without_rows_comes_back_and_says_what_was_skipped(tmp_path):
+    run = open_toy(tmp_path)
+    written = run.write("toy", registry.empty("toy"), skipped={"xfs": "no mkfs.xfs"})
+    assert run.read("toy").equals(written) and len(written) == 0
+    assert outputs.skipped(run.results, "toy") == {"xfs": "no mkfs.xfs"}
+    assert outputs.nothing_made(run.results, "toy")
+    assert outputs.record_of(run.results, "toy")["root"] == (os.geteuid() == 0)
+
+
 def test_the_record_beside_a_table_says_how_it_was_made(tmp_path):
     run = open_toy(tmp_path, epochs=3)
     run.grid("toy", toy_plan(), toy_batch)

@@ -258,6 +258,89 @@ def test_a_notebook_that_does_not_make_what_it_promises_has_failed(project, caps
     assert main(project.arguments()) == 1, "it is not up to date"
 
 
+# ---- what can't run on every machine
+
+NO_XFS = "mkfs.xfs is missing: apt install xfsprogs"
+#: Leaves xfs out, or everything, as it is told; draws only what it has.
+POWER = """\
+from pathlib import Path
+import pandas
+from ckptlib.experiments import outputs, registry
+able = Path("able").read_text().split()
+columns = registry.output("power_logs").columns
+row = {name: "" if column.dtype == "text" else None for name, column in columns.items()}
+frame = pandas.DataFrame([{**row, "trial_id": name} for name in able], columns=list(columns))
+left_out = {name: "as it was then" for name in ("ext4", "xfs") if name not in able}
+outputs.write(Path(results), "power_logs", frame, facts={"skipped": left_out, "root": True})
+if able:
+    for kind in ("pdf", "png", "json"):
+        Path(figures, f"fig_power.{kind}").write_text(kind)
+with open("log.txt", "a") as log:
+    log.write(" ".join(able) + "\\n")
+"""
+
+
+@pytest.fixture
+def power(project, monkeypatch):
+    """Run a notebook that makes what the machine can; ``able`` are the file systems that can."""
+    entry = registry.Output("power_logs", "06_power_loss", "none", {})
+    monkeypatch.setattr(registry, "OUTPUTS", {"power_logs": entry})
+    monkeypatch.setattr(registry, "FIGURES", {"fig_power": "06_power_loss"})
+    monkeypatch.setattr(registry, "TABLES", {})
+    project.add("06_power_loss", POWER)
+
+    def run(able: str, *more: str) -> int:
+        (project.root / "able").write_text(able)
+        reasons = {name: "" if name in able.split() else NO_XFS for name in ("ext4", "xfs")}
+        monkeypatch.setattr("ckptlib.crashes.filesystems.support", lambda: reasons)
+        return main(project.arguments(*more))
+
+    return run
+
+
+def test_what_was_skipped_is_said_every_time_with_the_reason_that_holds_now(power, capsys):
+    assert power("") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"power loss: skipped on ext4, xfs: {NO_XFS}"
+    assert not [line for line in said if "used root" in line], "nothing was made with it"
+    assert power("") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "Nothing to do" in said[0] and said[1] == f"power loss: skipped on ext4, xfs: {NO_XFS}"
+
+
+def test_what_was_skipped_is_made_once_it_can_run_and_root_is_told(power, project, capsys):
+    assert power("") == power("ext4") == 0
+    said = capsys.readouterr().out
+    assert "06_power_loss (can run now: ext4)" in said
+    assert "power loss: used root, which it needs" in said
+    assert said.splitlines()[-1] == f"power loss: skipped on xfs: {NO_XFS}"
+    assert power("ext4 xfs") == power("ext4 xfs") == 0
+    said = capsys.readouterr().out
+    assert "(can run now: xfs)" in said and "skipped on" not in said
+    assert log_of(project) == ["", "ext4", "ext4 xfs"]
+
+
+def test_what_root_has_made_is_kept_by_a_run_that_could_not_make_it(power, project, capsys):
+    assert power("ext4 xfs") == power("") == 0
+    assert "Nothing to do" in capsys.readouterr().out
+    assert log_of(project) == ["ext4 xfs"]
+
+
+def test_figures_of_an_earlier_run_do_not_stand_beside_a_skipped_one(power, project, capsys):
+    assert power("ext4 xfs") == 0
+    assert len(list((project.root / "figures/smoke").iterdir())) == 3
+    assert power("", "--force") == 0
+    assert list((project.root / "figures/smoke").iterdir()) == []
+    assert power("") == 0
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+def test_figures_of_what_was_made_in_part_are_demanded(power, project, capsys):
+    project.add("06_power_loss", POWER.replace("if able:", "if False:"))
+    assert power("ext4") == 1
+    assert "fig_power.pdf" in capsys.readouterr().err
+
+
 # ---- how it fails and stops
 
 

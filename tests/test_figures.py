@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
-from synthetic import world
+from synthetic import story_events, world
 
 from ckptlib.analysis import claims, figures, guidance, style
 from ckptlib.analysis.intervals import Resampling
@@ -40,6 +40,12 @@ def _drawn(tables: dict) -> dict:
         "fig_process_vs_save": figures.figure_process(
             tables["latency_process"], tables["latency"], QUICK
         ),
+        "fig_power_survival": figures.figure_power_survival(tables["power_loss"]),
+        "fig_power_options": figures.figure_power_options(tables["power_loss"]),
+        "fig_power_policies": figures.figure_power_policies(tables["power_loss"]),
+        "fig_power_damage": figures.figure_power_damage(tables["power_loss"]),
+        "fig_power_directories": figures.figure_power_directories(tables["power_loss"]),
+        "fig_power_story": figures.figure_power_story(story_events(), 9, {6}),
         "fig_guidance": figures.figure_guidance(cost, 0.01),
         "fig_claims": figures.figure_claims(judged),
     }
@@ -92,7 +98,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from synthetic import world
+from synthetic import story_events, world
 from ckptlib.analysis import figures
 fig = figures.figure4_corruption(world()["corruption"])
 figures.save(fig, "fig4_detection", folder=Path(sys.argv[2]))
@@ -136,7 +142,7 @@ def test_modes_differ_in_grey_by_lightness_line_marker_and_hatch():
         assert len({getattr(look, part) for look in looks}) == len(looks)
 
 
-@pytest.mark.parametrize("looks", [style.OUTCOMES, style.REASONS])
+@pytest.mark.parametrize("looks", [style.OUTCOMES, style.REASONS, style.DAMAGE])
 def test_stacked_categories_differ_in_grey_by_lightness_or_hatch(looks):
     seen = list(looks.values())
     for i, one in enumerate(seen):

@@ -25,7 +25,7 @@ FLOORS = (
     ("faults", "crashes"),
     ("experiments",),
     ("analysis",),
-    ("__main__", "reproduce", "report", "readme"),
+    ("__main__", "bench", "reproduce", "report", "readme", "replay"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
 

@@ -12,7 +12,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from ckptlib import report
-from ckptlib.experiments import outputs
+from ckptlib.experiments import outputs, registry
 
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -134,6 +134,14 @@ def test_a_notebook_that_failed_is_named_and_left_out(results, tmp_path):
     page = report.build(results, tmp_path)
     assert "Left out, since they failed in the last run: 03_crash." in page
     assert "output of 03_crash" not in page
+
+
+def test_what_was_skipped_is_told_with_its_reason(results, tmp_path):
+    facts = {"skipped": {"xfs": "mkfs.xfs is <missing>", "btrfs": "mkfs.xfs is <missing>"}}
+    for name in ("power_logs", "power_loss"):
+        outputs.write(results, name, registry.empty(name), facts=facts)
+    page = report.build(results, tmp_path)
+    assert page.count("Power loss: skipped on xfs, btrfs: mkfs.xfs is &lt;missing&gt;") == 1
 
 
 def test_the_overview_of_the_claims_is_shown_with_its_words(results, tmp_path):

@@ -24,8 +24,9 @@ import ckptlib
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 TARGETS = ("setup", "reproduce", "smoke", "test", "lint", "lab", "report", "reference")
-TARGETS += ("readme", "clean")
+TARGETS += ("readme", "clean", "bench")
 KNOBS = ("PROFILE", "ENGINE", "SCHEDULER", "RESULTS", "FIGURES", "SCRATCH", "JOBS", "TORCH_INDEX")
+KNOBS += ("ONLY",)
 #: What the default torch wheel for Linux brings along: versions are pinned by torch itself.
 OF_TORCH = re.compile(r"nvidia-|cuda-|triton")
 
@@ -207,7 +208,9 @@ def test_make_alone_prints_every_target_and_knob_and_does_nothing(clone):
 
 
 @needs_make
-@pytest.mark.parametrize("target", ["setup", "reproduce", "smoke", "test", "lint", "lab", "report"])
+@pytest.mark.parametrize(
+    "target", ["setup", "reproduce", "smoke", "test", "lint", "lab", "report", "bench"]
+)
 def test_every_target_of_a_fresh_clone_begins_with_the_set_up(clone, target):
     done = make("-n", target, cwd=clone)
     assert done.returncode == 0, done.stderr
@@ -256,6 +259,13 @@ def test_the_knobs_reach_the_executor(clone):
     assert (
         "--profile 'smoke' --results 'data/results/smoke'" in make("-n", "smoke", cwd=clone).stdout
     )
+
+
+@needs_make
+def test_the_knobs_reach_the_benchmarks(clone):
+    ready(clone)
+    command = make("-n", "bench", "ONLY=power", "JOBS=3", "SCRATCH=/d", cwd=clone).stdout
+    assert "-m ckptlib.bench --only 'power' --scratch '/d' --jobs '3'" in command
 
 
 @needs_make

@@ -2,7 +2,8 @@
 
 Each function takes tables as the registry describes them and returns a figure that knows its
 caption (with n and the kind of interval), its alt text and the plotted data. `save` writes it.
-The figures beyond the paper's are in :mod:`ckptlib.analysis.figures_more`, offered here as well.
+The figures beyond the paper's are in :mod:`ckptlib.analysis.figures_more`, those of power loss in
+:mod:`ckptlib.analysis.figures_power`; they are offered here as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from ckptlib.analysis.figures_more import (
     figure_process,
     figure_training,
 )
+from ckptlib.analysis.figures_power import (
+    figure_power_damage,
+    figure_power_directories,
+    figure_power_options,
+    figure_power_policies,
+    figure_power_survival,
+)
+from ckptlib.analysis.figures_power_story import figure_power_story
 from ckptlib.analysis.style import (
     COLUMN,
     GREY,
@@ -50,6 +59,12 @@ __all__ = [
     "figure_claims",
     "figure_guidance",
     "figure_outcomes",
+    "figure_power_damage",
+    "figure_power_directories",
+    "figure_power_options",
+    "figure_power_policies",
+    "figure_power_story",
+    "figure_power_survival",
     "figure_process",
     "figure_training",
     "save",

@@ -50,6 +50,15 @@ REASONS = {
     "missing part": Look("#CC79A7", hatch="xxxx"),
     "digest mismatch": Look("#F0E442", hatch="++++"),
 }
+DAMAGE = {
+    "absent directory": Look("#0072B2", hatch="\\\\\\\\"),
+    "missing name": Look("#E69F00", hatch="////"),
+    "zero length": Look("#F0E442", hatch="++++"),
+    "torn content": Look("#D55E00", hatch="xxxx"),
+    "stale content": Look("#56B4E9", hatch="...."),
+    "not mounted": Look("#000000"),
+    "other": Look("#FFFFFF", hatch="OO"),
+}
 VERDICTS = {
     "reproduced": Look("#0072B2", "o"),
     "differs": Look("#D55E00", "X"),

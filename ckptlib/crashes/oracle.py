@@ -2,7 +2,8 @@
 
 It never takes a store's word for anything that the record can tell: what was loaded is compared by
 content with what had been handed to ``save``. The rules are those of :data:`RULES`; which of them a
-write mode promises under a process kill is :data:`PROMISED`.
+write mode promises is :data:`PROMISED` for a process kill and :data:`PROMISED_POWER` for a power
+loss.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ckptlib import guard, temps
+from ckptlib import formats, guard, temps
 from ckptlib.catalog import LATEST, QUARANTINE, STORE, step_name
 from ckptlib.digests import content_digest
-from ckptlib.errors import CkptError, CorruptCheckpoint, InvalidInput, StoreError, explain
+from ckptlib.errors import (
+    CkptError,
+    CorruptCheckpoint,
+    InvalidInput,
+    ReadFailed,
+    StoreError,
+    explain,
+)
 from ckptlib.guard import Verdict
 from ckptlib.housekeeping import LOCK
 from ckptlib.manifests import COMMIT, MANIFEST
@@ -48,6 +56,17 @@ PROMISED = {
     WriteMode.atomic_dirsync: frozenset(RULES),
 }
 
+#: The rules that each mode promises when the power goes.
+#:
+#: ``atomic_dirsync`` takes every step, so it promises everything. ``atomic_nodirsync`` flushes the
+#: bytes but no name: any number of acknowledged checkpoints may be gone with their names, and
+#: what is left is whole. ``unsafe`` flushes nothing; the guard keeps its promises all the same.
+PROMISED_POWER = {
+    WriteMode.unsafe: frozenset({1, 3}),
+    WriteMode.atomic_nodirsync: frozenset({1, 3, 5}),
+    WriteMode.atomic_dirsync: frozenset(RULES),
+}
+
 OUTCOMES = (
     "false_accept",
     "mixed",
@@ -56,6 +75,8 @@ OUTCOMES = (
     "lost_unacknowledged",
     "kept",
 )
+#: Outcomes in which the newest acknowledged checkpoint, or a newer one, is not what was found.
+LOST = OUTCOMES[:4]
 _BROKEN = {
     "false_accept": {3},
     "mixed": {1},
@@ -155,6 +176,7 @@ class Judgement:
     group_valid: bool
     reason: str
     skipped: tuple[tuple[int, str], ...] = ()
+    promised: frozenset[int] | None = None  # of the mode when a process is killed
 
     @property
     def rule(self) -> str:
@@ -164,7 +186,8 @@ class Judgement:
     @property
     def expected(self) -> bool:
         """Whether the mode's promise allows this: no rule is broken that it promises."""
-        return not self.broken & PROMISED[self.mode]
+        promised = PROMISED[self.mode] if self.promised is None else self.promised
+        return not self.broken & promised
 
     def also(self, *rules: int) -> Judgement:
         """The same with further rules found broken."""
@@ -215,7 +238,15 @@ def why(verdict: Verdict) -> str:
     }.get(verdict.layer, "not readable")
 
 
-def judge(store, ledger: Ledger, mode, *, struck: int | None = None, loads: int = 2) -> Judgement:
+def judge(
+    store,
+    ledger: Ledger,
+    mode,
+    *,
+    struck: int | None = None,
+    loads: int = 2,
+    promised: Mapping[WriteMode, frozenset[int]] = PROMISED,
+) -> Judgement:
     """Recover a store as a restarted job would, and hold the result to the rules.
 
     Parameters
@@ -231,6 +262,8 @@ def judge(store, ledger: Ledger, mode, *, struck: int | None = None, loads: int 
         that was disturbed returned all the same.
     loads : int
         How often to recover: twice or more tests rule 5.
+    promised : mapping of WriteMode to set of int
+        The rules that a mode promises under this kind of crash.
     """
     mode = WriteMode.of(mode)
     recovered = [_recover(store, mode) for _ in range(loads)]
@@ -244,14 +277,17 @@ def judge(store, ledger: Ledger, mode, *, struck: int | None = None, loads: int 
     verdict = Verdict(guard.INVALID, "commit", f"{COMMIT} is missing", file=COMMIT)
     if struck is not None:
         verdict = guard.check_group(os.path.join(store, step_name(struck)), step=struck).verdict
-    return Judgement(mode, outcome, frozenset(broken), step, bool(verdict), why(verdict), skipped)
+    return Judgement(
+        mode, outcome, frozenset(broken), step, bool(verdict), why(verdict), skipped,
+        promised[mode],
+    )  # fmt: skip
 
 
 def _recover(store, mode: WriteMode):
     """Step, content digests and skipped steps of one recovery by a fresh store."""
     try:
         found = CheckpointStore(store, mode=mode).load(allow_empty=True)
-    except StoreError as error:
+    except (StoreError, ReadFailed) as error:  # what cannot be read is not recovered either
         return None, {}, _reasons(getattr(error, "skipped", []))
     if found is None:
         return None, {}, ()
@@ -262,29 +298,78 @@ def _reasons(skipped) -> tuple[tuple[int, str], ...]:
     return tuple((entry.step, why(entry.verdict)) for entry in skipped)
 
 
-def judge_file(path, ledger: Ledger, mode, *, struck: int | None = None) -> Judgement:
+def judge_file(
+    path,
+    ledger: Ledger,
+    mode,
+    *,
+    struck: int | None = None,
+    promised: Mapping[WriteMode, frozenset[int]] = PROMISED,
+    guarded: bool = True,
+) -> Judgement:
     """:func:`judge` for a file that is overwritten by :func:`ckptlib.install`.
 
     The ledger's checkpoints have one part, :data:`FILE`; the step is told by the content.
+
+    Parameters
+    ----------
+    guarded : bool
+        False: whatever loads is taken, as by a job that records no digest. Only for a process that
+        may come to harm.
     """
-    mode, path = WriteMode.of(mode), os.fspath(path)
+    paths = [os.fspath(path)]
+    return _judge_files(paths, ledger, WriteMode.of(mode), struck, promised, guarded)
+
+
+def judge_numbered(
+    directory,
+    ledger: Ledger,
+    mode,
+    *,
+    promised: Mapping[WriteMode, frozenset[int]] = PROMISED,
+    guarded: bool = True,
+) -> Judgement:
+    """:func:`judge_file` where every step has a file of its own: the last name that loads counts.
+
+    Whatever ends in ``.pt`` is taken for a checkpoint; names sort as their steps do.
+    """
+    try:
+        names = [name for name in REAL.list(os.fspath(directory)) if name.endswith(".pt")]
+    except OSError:
+        names = []
+    paths = [os.path.join(directory, name) for name in reversed(names) if not temps.is_temp(name)]
+    return _judge_files(paths, ledger, WriteMode.of(mode), None, promised, guarded)
+
+
+def _judge_files(paths, ledger: Ledger, mode: WriteMode, struck, promised, guarded) -> Judgement:
     struck = ledger.in_flight if struck is None else struck
     struck = ledger.newest if struck is None else struck
-    step, parts, verdict = None, {}, guard.verify(path)
-    try:
-        parts = {FILE: content_digest(guard.load_file(path))}
-        holders = [s for s, saved in ledger.saves.items() if saved == parts]
-        step = holders[-1] if holders else -1  # -1: something was loaded that no step stands for
-    except CorruptCheckpoint as error:
-        verdict = error.verdict or verdict
-    except (MemoryError, ImportError):
-        raise
-    except Exception as error:  # whatever a container does with bytes that it cannot read
-        verdict = Verdict(guard.INVALID, "load", f"{type(error).__name__}: {error}", path)
+    step, parts = None, {}
+    verdict = Verdict(guard.INVALID, "size", "no file is there")
+    for path in paths:
+        verdict = guard.verify(path)
+        try:
+            state = guard.load_file(path) if guarded else _load_anyway(path)
+            parts = {FILE: content_digest(state)}
+            holders = [s for s, saved in ledger.saves.items() if saved == parts]
+            step = holders[-1] if holders else -1  # -1: loaded, and no step stands for it
+            break
+        except CorruptCheckpoint as error:
+            verdict = error.verdict or verdict
+        except (MemoryError, ImportError):
+            raise
+        except Exception as error:  # whatever a container does with bytes that it cannot read
+            verdict = Verdict(guard.INVALID, "load", f"{type(error).__name__}: {error}", path)
     outcome = classify(ledger, step, parts)
-    there = bool(verdict) and step == struck
+    there = step == struck and (bool(verdict) or not guarded)
     reason = "" if there else why(verdict) or "not installed"
-    return Judgement(mode, outcome, frozenset(_BROKEN[outcome]), step, there, reason)
+    broken = frozenset(_BROKEN[outcome])
+    return Judgement(mode, outcome, broken, step, there, reason, (), promised[mode])
+
+
+def _load_anyway(path: str):
+    with REAL.open(path) as file:
+        return formats.get("torch").load(file, None)
 
 
 # -- what comes after ---------------------------------------------------------------------------

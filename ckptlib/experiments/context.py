@@ -58,6 +58,7 @@ class Run:
         *,
         batch: str | Sequence[str] | None = "seed",
         jobs: int | None = None,
+        skipped: dict[str, str] | None = None,
     ):
         """Run a grid of trials and write ``<name>.csv``; see :func:`.engine.run_grid`.
 
@@ -65,6 +66,9 @@ class Run:
         ----------
         jobs : int, optional
             Fewer workers than the run has, say 1 where times are measured.
+        skipped : dict of str to str, optional
+            What was left out of the plan because it can't run on this machine, with the reasons;
+            empty if all could run. Not given where every machine can run everything.
 
         Returns
         -------
@@ -80,12 +84,16 @@ class Run:
             jobs=self.jobs if jobs is None else jobs,
             engine=self.engine,
             scheduler=self.scheduler,
-            facts=self.facts(),
+            facts=self.facts() | _demanding(skipped),
         )
 
-    def write(self, name: str, frame):
-        """Write an output that is not a grid of trials; return it in canonical form."""
-        return outputs.write(self.results, name, frame, facts=self.facts())
+    def write(self, name: str, frame, *, skipped: dict[str, str] | None = None):
+        """Write an output that is not a grid of trials; return it in canonical form.
+
+        ``skipped`` is as in :meth:`grid`.
+        """
+        facts = self.facts() | _demanding(skipped)
+        return outputs.write(self.results, name, frame, facts=facts)
 
     def read(self, name: str):
         """Read an output of this or an earlier notebook.
@@ -176,6 +184,11 @@ def open_run(
     )
     _writable({"RESULTS": run.results, "FIGURES": run.figures})
     return run
+
+
+def _demanding(skipped: dict[str, str] | None) -> dict:
+    """What the record says of an output that not every machine and user can make."""
+    return {} if skipped is None else {"skipped": skipped, "root": os.geteuid() == 0}
 
 
 def _told(folder: Path) -> str:

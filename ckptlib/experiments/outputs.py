@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -92,6 +92,52 @@ def record_of(results: Path, name: str) -> dict:
     except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def skipped(results: Path, name: str) -> dict[str, str]:
+    """What an output leaves out because it can't be made on this machine, with the reason of each.
+
+    An output without rows is a result only if this is empty.
+    """
+    told = record_of(results, name).get("skipped")
+    return told if isinstance(told, dict) else {}
+
+
+def nothing_made(results: Path, name: str) -> bool:
+    """Whether an output has no rows because all of it was skipped."""
+    return bool(skipped(results, name)) and record_of(results, name).get("rows") == 0
+
+
+def skipped_lines(results: Path, now: Mapping[str, str] | None = None) -> list[str]:
+    """What the outputs of a run leave out, one sentence for each notebook and reason.
+
+    Parameters
+    ----------
+    results : Path
+        Folder of the profile.
+    now : mapping of str to str, optional
+        The reasons that hold by now, where they are not those of the record.
+    """
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for name, entry in registry.OUTPUTS.items():
+        for what, reason in skipped(results, name).items():
+            reason = (now or {}).get(what) or reason
+            found.setdefault((entry.notebook, reason), {})[what] = None
+    return [
+        f"{title(notebook)}: skipped on {', '.join(what)}: {reason}"
+        for (notebook, reason), what in found.items()
+    ]
+
+
+def title(notebook: str) -> str:
+    """A notebook's name as people say it: ``06_power_loss`` is "power loss"."""
+    return notebook.partition("_")[2].replace("_", " ")
+
+
+def discard(results: Path, name: str) -> None:
+    """Remove an output and its record, so that it is made again."""
+    csv_path(results, name).unlink(missing_ok=True)
+    provenance_path(results, name).unlink(missing_ok=True)
 
 
 def read(results: Path, name: str):

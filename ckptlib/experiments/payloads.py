@@ -54,3 +54,15 @@ def tensor_bytes(parts: dict[str, dict]) -> int:
     from ckptlib.digests import walk
 
     return sum(leaf.nbytes for _, kind, leaf in walk(parts) if kind == "tensor")
+
+
+def small_group(seed: int, step: int) -> dict[str, dict]:
+    """A group of some pages a part, for recorded devices: 16 KiB, 4 KiB and a generator's state."""
+    import torch
+
+    draw = _generator(seed, step)
+    return {
+        "model": {"layer.weight": torch.randn(64, 64, generator=draw)},
+        "optimizer": {"state": {0: {"momentum_buffer": torch.randn(32, 32, generator=draw)}}},
+        "rng": {"torch": draw.get_state()},
+    }

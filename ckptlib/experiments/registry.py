@@ -1,8 +1,9 @@
 """Every output of the suite with its columns; no file may be produced that this page does not name.
 
 ``stable`` columns are the same byte for byte in every run on one machine with the same seeds;
-``timing`` columns hold measured times and what follows from them; ``host`` columns describe the
-machine. A frame is held to its entry by :func:`validate`, and written and read by it.
+``recorded`` columns are the same for the same recorded device log, which no second run can make
+again; ``timing`` columns hold measured times and what follows from them; ``host`` columns describe
+the machine. A frame is held to its entry by :func:`validate`, and written and read by it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ckptlib.errors import InvalidInput, explain
 
-KINDS = ("stable", "timing", "host")
+KINDS = ("stable", "recorded", "timing", "host")
 #: Column types, as pandas extension types: a missing whole number must not turn into a float.
 DTYPES = {"text": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
 
@@ -50,8 +51,8 @@ def _int(doc: str, unit: str = "", kind: str = "stable") -> Column:
     return Column(kind, unit, doc, "int")
 
 
-def _bool(doc: str) -> Column:
-    return Column("stable", "", doc, "bool")
+def _bool(doc: str, kind: str = "stable") -> Column:
+    return Column(kind, "", doc, "bool")
 
 
 def _time(doc: str, unit: str = "s") -> Column:
@@ -65,6 +66,16 @@ _STEP = {"step": _int("training step of the checkpoint concerned")}
 _RECOVERY = {
     "acknowledged_step": _int("newest step whose save() had returned; empty if none had"),
     "recovered_step": _int("step that load() returned; empty if nothing could be loaded"),
+}
+
+_POWER = {
+    "filesystem": _text("ext4, xfs, btrfs, or ext4 under other mount options"),
+    **_MODE,
+    "protocol": _text("per_file, batched, single_file (install); artifact and bare_file beside"),
+    "workload": _text("saves, prune, overwrite, numbered or recovery"),
+    "omitted": _text("directory flush that was left out on purpose; else empty"),
+    **_SEED,
+    "log": _text("name of the recorded log"),
 }
 
 OUTPUTS: dict[str, Output] = {
@@ -215,6 +226,89 @@ OUTPUTS: dict[str, Output] = {
             key=(),
         ),
         Output(
+            "power_logs",
+            "06_power_loss",
+            "ckptlib.experiments.power_loss",
+            {
+                **_TRIAL,
+                **_POWER,
+                "sha256": _text("of the log file", "recorded"),
+                "log_bytes": _int("size of the log file", "B", "recorded"),
+                "device_bytes": _int("size of the recorded device", "B"),
+                "writes": _int("writes that the device completed", kind="recorded"),
+                "flushes": _int("flushes that it completed", kind="recorded"),
+                "operations": _int("changing file operations of the library", kind="recorded"),
+                "saves": _int("saves begun", kind="recorded"),
+                "windows": _int("intervals between flushes", kind="recorded"),
+                "largest_window": _int("writes in the fullest window", kind="recorded"),
+                "states_possible": _text(
+                    "sum of 2**n over the windows that matter; tears come on top", "recorded"
+                ),
+                "states_tried": _int("crash states of this log in power_loss", kind="recorded"),
+                "kernel": _text("release of the kernel that ran the file system", "host"),
+                "mkfs": _text("how the file system was made", "host"),
+                "mount_options": _text("how it was mounted, beside the defaults"),
+            },
+        ),
+        Output(
+            "power_loss",
+            "06_power_loss",
+            "ckptlib.experiments.power_loss",
+            {
+                **_TRIAL,
+                **_POWER,
+                "policy": _text(
+                    "what of the tail reached the medium, see crashes.power.POLICIES", "recorded"
+                ),
+                "cut": _int("record of the log before which the power goes", kind="recorded"),
+                "window": _int("which interval between two flushes", kind="recorded"),
+                "tail": _int("writes of that window up to the cut", kind="recorded"),
+                "kept_writes": _int(
+                    "writes of the tail that reached the medium, if only in part", kind="recorded"
+                ),
+                "exhaustive": _bool("every subset of this window's writes was tried", "recorded"),
+                "acknowledged_step": _int(
+                    "newest step acknowledged before the cut; empty if none", kind="recorded"
+                ),
+                "in_flight_step": _int("step being saved at the cut, if any", kind="recorded"),
+                "recovered_step": _int(
+                    "step found after the recovery; empty if none", kind="recorded"
+                ),
+                "outcome": _text("class of the recovery, see the oracle", "recorded"),
+                "rule": _text("first oracle rule broken, or empty", "recorded"),
+                "expected": _bool("whether the mode's promise allows this outcome", "recorded"),
+                "damage": _text(
+                    "what became of the newest acknowledged checkpoint; empty if it, "
+                    "or a newer one, was found",
+                    "recorded",
+                ),
+                "mount_error": _text(
+                    "errno if the kernel refused to mount; else empty", "recorded"
+                ),
+                "repaired": _bool(
+                    "it mounted after the file system's own offline repair", "recorded"
+                ),
+                "next_save_ok": _bool(
+                    "the next save worked and was found; empty if not tried", "recorded"
+                ),
+            },
+        ),
+        Output(
+            "power_controls",
+            "06_power_loss",
+            "ckptlib.experiments.power_loss",
+            {
+                **_TRIAL,
+                "control": _text("no cut, or lying device: one that ignores flushes"),
+                "filesystem": _POWER["filesystem"],
+                "log": _text("the recorded log, of an atomic_dirsync run"),
+                "states": _int("crash states tried", kind="recorded"),
+                "acknowledged": _int("of them with a save acknowledged", kind="recorded"),
+                "lost": _int("of these, the newest acknowledged one not found", kind="recorded"),
+                "outcomes": _text("count of each outcome", "recorded"),
+            },
+        ),
+        Output(
             "claims",
             "09_findings",
             "ckptlib.analysis.claims",
@@ -242,6 +336,12 @@ FIGURES: dict[str, str] = {
     "fig_recovery_outcomes": "03_crash",
     "fig4_detection": "04_corruption",
     "fig5_timeline": "05_timeline",
+    "fig_power_survival": "06_power_loss",
+    "fig_power_policies": "06_power_loss",
+    "fig_power_damage": "06_power_loss",
+    "fig_power_story": "06_power_loss",
+    "fig_power_directories": "06_power_loss",
+    "fig_power_options": "06_power_loss",
     "fig_guidance": "09_findings",
     "fig_claims": "09_findings",
 }
@@ -254,6 +354,13 @@ TABLES: dict[str, str] = {
     "table_outcomes": "03_crash",
     "table4_corruption": "04_corruption",
     "table_layers": "04_corruption",
+    "table_power": "06_power_loss",
+    "table_power_logs": "06_power_loss",
+    "table_power_policies": "06_power_loss",
+    "table_power_damage": "06_power_loss",
+    "table_power_directories": "06_power_loss",
+    "table_power_workloads": "06_power_loss",
+    "table_power_beside": "06_power_loss",
     "table_claims": "09_findings",
     "table_guidance": "09_findings",
 }
@@ -277,6 +384,13 @@ def output(name: str) -> Output:
             )
         )
     return OUTPUTS[name]
+
+
+def empty(name: str):
+    """Give a canonical frame without rows: what an output holds that could not be made here."""
+    import pandas
+
+    return validate(pandas.DataFrame(columns=list(output(name).columns)), name)
 
 
 def check_columns(names: Iterable[str], name: str, path=None) -> None:

@@ -121,6 +121,15 @@ def finished(
                 stream.close()
 
 
+def elsewhere(function: Callable, *arguments):
+    """Call one function in a worker process, for what must not happen in a notebook's kernel."""
+    import joblib
+
+    with joblib.parallel_config("loky", inner_max_num_threads=1):
+        (result,) = joblib.Parallel(n_jobs=2)([joblib.delayed(function)(*arguments)])
+    return result
+
+
 @contextlib.contextmanager
 def _backend(engine: str, scheduler: str, jobs: int) -> Iterator[int]:
     """Select joblib's backend for a block; give the number of workers to ask for."""

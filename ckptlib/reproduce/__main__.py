@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import os
 import sys
 import tempfile
@@ -15,8 +16,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ckptlib.crashes import filesystems
 from ckptlib.errors import CkptError, InvalidInput, MissingInput, StaleResults, explain
-from ckptlib.experiments import context, engine, registry
+from ckptlib.experiments import context, engine, outputs, registry
 from ckptlib.experiments.paths import project_root
 from ckptlib.reproduce.kernel import NotebookFailed, interruptible, run_notebook
 from ckptlib.reproduce.parameters import effective
@@ -211,17 +213,19 @@ def _alone(results: Path) -> Iterator[None]:
 
 def _run(root: Path, works: list[Work], options: argparse.Namespace) -> int:
     common = common_inputs(root, root / Path(works[0].parameters["scratch"]).expanduser())
-    started, ran = time.monotonic(), 0
+    support = functools.cache(filesystems.support)  # asked only if something was skipped
+    started, ran = time.monotonic(), []
     for number, work in enumerate(works, 1):
         inputs = work.inputs(common)
-        why = work.why_run(inputs) or ("--force" if options.force else "")
+        why = work.why_run(inputs, support) or ("--force" if options.force else "")
         if not why:
             continue
-        ran += 1
+        ran.append(work)
         label = f"[{number}/{len(works)}] {work.name}"
         print(f"{label} ({why}) ...", flush=True)
         begun = time.monotonic()
         work.stamp.unlink(missing_ok=True)
+        before = work.drawn()
         try:
             bar = {"desc": label, "leave": False} if sys.stderr.isatty() else None
             run_notebook(work.notebook, work.parameters, work.executed, cwd=root, progress=bar)
@@ -229,6 +233,9 @@ def _run(root: Path, works: list[Work], options: argparse.Namespace) -> int:
             raise NotebookFailed(
                 f"{work.name} failed: {error}\nAs executed so far: {_shown(error.path)}", error.path
             ) from error
+        if work.nothing_made():  # what an earlier run drew would pass for this one's
+            for path, _ in before.items() & work.drawn().items():
+                path.unlink()
         if missing := work.missing():
             raise NotebookFailed(
                 f"{work.name} ended without making {_shown(missing[0])}, which "
@@ -242,7 +249,14 @@ def _run(root: Path, works: list[Work], options: argparse.Namespace) -> int:
         noun = f"all {len(works)} notebooks are" if len(works) > 1 else f"{works[0].name} is"
         print(f"Nothing to do: {noun} up to date, see {where}.")
     else:
-        print(f"{ran} of {len(works)} notebooks ran in {time.monotonic() - started:.0f} s: {where}")
+        spent = time.monotonic() - started
+        print(f"{len(ran)} of {len(works)} notebooks ran in {spent:.0f} s: {where}")
+    for work in ran:
+        if work.used_root():
+            print(f"{outputs.title(work.name)}: used root, which it needs")
+    if outputs.skipped_lines(works[0].results):
+        for line in outputs.skipped_lines(works[0].results, support()):
+            print(line)
     return 0
 
 

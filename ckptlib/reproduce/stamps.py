@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,10 @@ FOLDER = ".stamps"
 NEUTRAL = frozenset({"results", "figures", "scratch", "jobs", "engine", "scheduler"})
 #: Folders below data/ that a run writes, or that are looked at in another way.
 NOT_INPUTS = frozenset({"params", "reference", "results", "scratch"})
+
+
+#: What can't run on this machine, with the reason; an empty one if it can.
+Support = Callable[[], dict[str, str]]
 
 
 def file_digest(path: Path) -> str:
@@ -89,18 +94,55 @@ class Work:
             and (self.name.startswith(FINDINGS) or f"'{name}'" in source or f'"{name}\\"' in source)
         }
 
-    def products(self) -> list[Path]:
-        """Every file that the notebook must leave behind, itself as executed included."""
-        tables = [n for n, output in registry.OUTPUTS.items() if output.notebook == self.name]
+    def tables(self) -> list[str]:
+        """Names of the outputs that the notebook makes."""
+        return [name for name, output in registry.OUTPUTS.items() if output.notebook == self.name]
+
+    def pictures(self) -> list[Path]:
+        """Figures and printed tables of the notebook."""
         figures = [n for n, notebook in registry.FIGURES.items() if notebook == self.name]
         printed = [n for n, notebook in registry.TABLES.items() if notebook == self.name]
+        return [
+            *(self.figures / f"{name}.{kind}" for name in figures for kind in ("pdf", "png")),
+            *(self.figures / f"{name}.{kind}" for name in printed for kind in ("csv", "md", "tex")),
+        ]
+
+    def products(self) -> list[Path]:
+        """Every file that the notebook must leave behind, itself as executed included."""
+        tables, pictures = self.tables(), self.pictures()
+        if self.nothing_made():
+            pictures = [path for path in pictures if path.is_file()]
         return [
             self.executed,
             *(outputs.csv_path(self.results, name) for name in tables),
             *(outputs.provenance_path(self.results, name) for name in tables),
-            *(self.figures / f"{name}.{kind}" for name in figures for kind in ("pdf", "png")),
-            *(self.figures / f"{name}.{kind}" for name in printed for kind in ("csv", "md", "tex")),
+            *pictures,
         ]
+
+    def drawn(self) -> dict[Path, tuple[int, int]]:
+        """Every file of its figures and printed tables, with what changes if it is made anew."""
+        names = [n for n, notebook in (registry.FIGURES | registry.TABLES).items()
+                 if notebook == self.name]  # fmt: skip
+        files = [path for name in names for path in self.figures.glob(f"{name}.*")]
+        return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+    def nothing_made(self) -> bool:
+        """Whether all that the notebook makes was skipped, so that there is nothing to draw."""
+        tables = self.tables()
+        return bool(tables) and all(outputs.nothing_made(self.results, name) for name in tables)
+
+    def skipped(self) -> dict[str, str]:
+        """What the notebook left out because it could not run here, with the reasons."""
+        found = {}
+        for name in self.tables():
+            found |= outputs.skipped(self.results, name)
+        return found
+
+    def used_root(self) -> bool:
+        """Whether root made something that not every user can make."""
+        return not self.nothing_made() and any(
+            outputs.record_of(self.results, name).get("root") is True for name in self.tables()
+        )
 
     def inputs(self, common: dict[str, str]) -> dict[str, str]:
         """Digests of everything that can change the notebook's results."""
@@ -113,8 +155,13 @@ class Work:
             **common,
         }
 
-    def why_run(self, inputs: dict[str, str]) -> str:
-        """Say why the notebook has to run; an empty text if all that it makes is up to date."""
+    def why_run(self, inputs: dict[str, str], support: Support = dict) -> str:
+        """Say why the notebook has to run; an empty text if all that it makes is up to date.
+
+        ``support`` tells what can't run on this machine at this moment. That something can run now
+        is a reason; that it no longer can is none, or a run without root would throw away what one
+        with root has made.
+        """
         try:
             made = json.loads(self.stamp.read_text(encoding="utf-8"))
             before, files = dict(made["inputs"]), dict(made["outputs"])
@@ -129,7 +176,10 @@ class Work:
                 return f"missing: {path.name}"
             if files.get(path.name) != file_digest(path):
                 return f"altered: {path.name}"
-        return ""
+        left_out = self.skipped()
+        now = support() if left_out else {}
+        able = [name for name in left_out if now.get(name) == ""]
+        return f"can run now: {', '.join(able)}" if able else ""
 
     def missing(self) -> list[Path]:
         """Outputs that are not there."""
