@@ -248,16 +248,17 @@ def power_loss(good=True, seeds=3, states=24) -> pd.DataFrame:
 def _power(filesystem, mode, protocol, workload, omitted, seed, number, good) -> dict:
     lost = {"unsafe": number % 12 > 0, "atomic_nodirsync": (number // 2 + seed) % 2 == 0}
     lost = lost.get(mode, (protocol, omitted) in {("batched", "store"), ("per_file", "step")})
+    lost = lost if good else mode != "atomic_nodirsync"
     refused = POLICIES[number % 8] == "torn_512" and number // 8 == seed and filesystem == "btrfs"
     told = number >= 4  # before that, nothing has been acknowledged
     outcome, damage = "kept" if told else "lost_unacknowledged", ""
-    if told and (lost or refused or not good):
+    if told and (lost or refused):
         outcome = ("lost_acknowledged", "unrecoverable")[number % 2]
         kinds = ("absent directory", "missing name", "torn content")
         if protocol in ("single_file", "bare_file"):
             kinds = ("missing name", "zero length", "stale content")
         damage = kinds[number % 3]
-    if not good and number % 8 == 7:
+    if not good and mode != "atomic_nodirsync" and number % 8 == 7:
         outcome, damage = ("mixed", "false_accept")[number // 8 % 2], ""
     log = "-".join([filesystem, mode, protocol, workload, omitted, str(seed)])
     return {

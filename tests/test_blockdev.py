@@ -498,6 +498,7 @@ def test_a_server_that_does_not_start_is_an_error_that_says_why(
     monkeypatch.setattr(blockdev.library(), "FUSE", serve)
     monkeypatch.setattr(blockdev, "START_S", 0.3)
     before = len(os.listdir("/proc/self/fd"))
+    children = set(psutil.Process().children())
     with serving(tmp_path / "device") as server:
         server.load(sample())
         with pytest.raises(DeviceFailed, match=found):

@@ -35,7 +35,6 @@ def test_at_least_twenty_claims_are_judged_and_only_a_machines_times_are_not():
     assert spared == {
         *(f"latency_{m}_p{q}" for m in ("unsafe", "nodirsync", "dirsync") for q in (50, 90, 99)),
         "process_dirsync_p99",
-        "rename_is_durable_with_dirsync",
         "flush_is_plain_fsync",
     }
 
@@ -76,6 +75,27 @@ def test_trials_that_are_not_there_are_no_evidence():
     found = evaluated(tables, "nothing_half_installed")
     assert found.loc["nothing_half_installed", "verdict"] == "not_comparable"
     assert found.loc["nothing_half_installed", "note"] == "Not estimable: no trial."
+
+
+def test_one_lost_checkpoint_in_a_state_that_the_kernel_mounts_differs():
+    tables = world()
+    loss = tables["power_loss"]
+    own = loss[(loss["mode"] == "atomic_dirsync") & (loss["protocol"] == "batched")]
+    own = own[(own["omitted"] == "") & own["acknowledged_step"].notna()]
+    for refused, verdict in (("EINVAL", "reproduced"), ("", "differs")):
+        worse = loss.copy()
+        worse.loc[own.index[0], ["outcome", "mount_error"]] = ["lost_acknowledged", refused]
+        found = evaluated(tables | {"power_loss": worse}, "rename_is_durable_with_dirsync")
+        assert found["verdict"].item() == verdict
+
+
+def test_without_any_recorded_log_the_durability_of_a_rename_is_not_judged():
+    tables = world()
+    tables["power_loss"] = tables["power_loss"].iloc[:0]
+    names = ("rename_is_durable_with_dirsync", "rename_may_be_lost_without_dirsync")
+    found = evaluated(tables, *names)
+    assert set(found["verdict"]) == {"not_comparable"}
+    assert set(found["note"]) == {"Not estimable: no trial."}
 
 
 def test_one_undetected_fault_among_thousands_differs():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import pandas as pd
 
-from ckptlib.analysis import stats
+from ckptlib.analysis import power, stats
 from ckptlib.analysis.intervals import NOT_ESTIMABLE, Interval
 from ckptlib.errors import InvalidInput, explain
 from ckptlib.experiments import registry
@@ -126,6 +126,17 @@ def reasons_seen(frames: Frames, where: Mapping, reasons: list) -> Interval:
     if not found:
         return stats.proportion(0, 0)
     return stats.proportion(len(found.intersection(reasons)), len(reasons)).scaled(100)
+
+
+@measure("power_loss")
+def logs_with_loss(frames: Frames, mode: str) -> Interval:
+    """Of the recorded logs of a mode, the percentage in which a crash state lost what it had.
+
+    Logs are independent, their states are not. States that the kernel refused to mount don't count.
+    """
+    loss = power.compared(_table(frames, "power_loss"))
+    logs = power.per_log(loss[loss["mode"] == mode])
+    return stats.proportion(int((logs["lost"] > 0).sum()), len(logs)).scaled(100)
 
 
 def _runs(frames: Frames, mode: str, protocol: str) -> pd.DataFrame:

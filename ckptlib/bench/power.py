@@ -20,7 +20,7 @@ ARMS = (
     ("atomic_dirsync", "batched", "saves"),
 )
 STATES = 60  # of each log
-REST = "attach and rest"
+REST = "rest"
 _support = cache(filesystems.support)
 
 

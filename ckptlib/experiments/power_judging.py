@@ -151,7 +151,9 @@ class Judge:
         ledger = ledger_at(self.log, state.cut)
         with self._stage("serve"):
             backing = self.device.serve(**state.request)
-        with mounts.loop_device(backing) as loop:
+        with contextlib.ExitStack() as attached:
+            with self._stage("attach"):
+                loop = attached.enter_context(mounts.loop_device(backing))
             refused = self._mount(loop)
             if refused:
                 self._entry.repaired(loop)

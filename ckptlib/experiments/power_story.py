@@ -13,7 +13,7 @@ from ckptlib.experiments import power_loss
 from ckptlib.experiments.workers import elsewhere
 
 APPLICATION, DEVICE = "application", "device"
-BEFORE = 30  # records of context before the window that is cut
+BEFORE = 80  # records of context before the window that is cut
 
 
 @dataclass(frozen=True)
