@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from ckptlib.analysis import tables
+from ckptlib.analysis import power, power_told, tables, tables_power
 from ckptlib.errors import CkptError, InvalidInput, MissingInput, explain
-from ckptlib.experiments import outputs
+from ckptlib.experiments import outputs, registry
 from ckptlib.experiments.paths import project_root
 
 _BLOCK = re.compile(r"(<!-- reference:(\w+) -->\n).*?(<!-- /reference:\2 -->)", re.DOTALL)
-HEADLINE = "fig5_timeline"
+HEADLINE = "fig_power_survival"
 
 
 def _read(root: Path, name: str) -> pd.DataFrame:
@@ -94,6 +94,28 @@ def _corruption(root: Path) -> str:
     )
 
 
+def _power_loss(root: Path) -> pd.DataFrame:
+    """On the file systems that the page speaks of."""
+    loss = registry.validate(_read(root, "power_loss"), "power_loss")
+    return loss[loss["filesystem"].isin(power.MAIN)]
+
+
+def _power(root: Path) -> str:
+    table = tables_power.table_power(_power_loss(root))
+    lost = table["acknowledged"] - table["kept_newest"]
+    wanted = ["filesystem", "mode", "logs", "states", "acknowledged", "lost", "mixed"]
+    wanted += ["false_accept", "refused", "refused_lost"]
+    return tables.to_markdown(tables.present(table.assign(lost=lost)[wanted]))
+
+
+def _refused(root: Path) -> str:
+    return power_told.refused(power.compared(_power_loss(root)))  # as in the table above it
+
+
+def _directories(root: Path) -> str:
+    return tables.to_markdown(tables_power.lost_by_directory(_power_loss(root)))
+
+
 def _columns(frame: pd.DataFrame, wanted: str) -> str:
     kept = [name for name in frame.columns if re.fullmatch(wanted, name)]
     return tables.to_markdown(tables.present(frame[kept]))
@@ -106,6 +128,9 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "latency": _latency,
     "crash": _crash,
     "corruption": _corruption,
+    "power": _power,
+    "refused": _refused,
+    "directories": _directories,
 }
 
 

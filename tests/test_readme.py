@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptlib import readme
+from ckptlib.crashes.filesystems import MAIN
 from ckptlib.errors import InvalidInput
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,12 +25,15 @@ RUN_BY = {
     "make lab": "test_lab.py",
     "make reference": "test_readme.py (readme), test_smoke.py (the executor)",
     "make setup": "what made the .venv that runs this",
+    "make bench": "test_bench.py",
+    "python -m ckptlib.replay": "below, of every file system",
 }
 
 
 def commands() -> set[str]:
     spans = re.findall(r"`(make [^`]+)`", TEXT) + re.findall(r"^    (make .+)$", TEXT, re.MULTILINE)
-    return {" ".join(span.split()[:2]) for span in spans}
+    modules = re.findall(r"^    \.venv/bin/(python -m \S+)", TEXT, re.MULTILINE)
+    return {" ".join(span.split()[:2]) for span in spans} | set(modules)
 
 
 def test_every_number_in_readme_is_that_of_the_reference_run():
@@ -65,10 +69,23 @@ def test_the_code_in_readme_runs_and_resumes_in_a_second_process(tmp_path):
 def test_every_command_in_readme_is_a_target_and_is_run_by_some_test():
     assert commands() == set(RUN_BY)
     for command in commands():
+        if not command.startswith("make"):
+            continue
         done = subprocess.run(
             ["make", "-n", command.split()[1]], cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.needs_power(name)) for name in MAIN]
+)
+def test_a_committed_log_gives_the_rows_of_the_reference_run_in_a_fresh_process(name):
+    [line] = re.findall(r"^    \.venv/bin/python (-m ckptlib\.replay .+)$", TEXT, re.MULTILINE)
+    arguments = line.replace("ext4", name).split()
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal to the" in done.stdout
 
 
 def test_the_number_of_lines_that_a_training_loop_needs_is_small():

@@ -33,7 +33,8 @@ from ckptlib.analysis.style import (
 )
 
 Skipped = Mapping[str, str] | None
-_SHADES = LinearSegmentedColormap.from_list("losses", ["#FFFFFF", "#F5C9A6", "#D55E00", "#7A3000"])
+#: Up to a colour on which black numbers can be read.
+_SHADES = LinearSegmentedColormap.from_list("losses", ["#FFFFFF", "#F5C9A6", "#D55E00"])
 
 
 def figure_not_run(what: str, skipped: Skipped, why: str = "") -> PaperFigure:
@@ -186,7 +187,7 @@ def figure_power_policies(loss: pd.DataFrame, skipped: Skipped = None) -> PaperF
                     for v in ("lost_percent", "shown")]  # fmt: skip
             sns.heatmap(wide[0], annot=wide[1], fmt="", vmin=0, vmax=100, cmap=_SHADES,
                         ax=ax, cbar=False, linewidths=0.5, linecolor="#999999",
-                        annot_kws={"fontsize": 7})  # fmt: skip
+                        annot_kws={"fontsize": 7, "color": "black"})  # fmt: skip
             ax.set(title=name, xlabel="", ylabel="")
             ax.set_yticks(np.arange(len(policies)) + 0.5, policies, rotation=0)
             ax.set_xticks(np.arange(len(modes)) + 0.5, [m.replace("_", "\n", 1) for m in modes],

@@ -101,15 +101,26 @@ def table_beside(loss: pd.DataFrame, skipped: Mapping[str, str] | None = None) -
 
 def lost_by_workload(loss: pd.DataFrame, skipped: Mapping[str, str] | None = None) -> pd.DataFrame:
     """Lost of states by mode, protocol and workload, a column a file system: for reading."""
-    counts = power.by_workload(loss)
+    table = power.by_workload(loss)
+    return _unless_skipped(_side_by_side(table, ["mode", "protocol", "workload"]), skipped)
+
+
+def lost_by_directory(loss: pd.DataFrame, skipped: Mapping[str, str] | None = None) -> pd.DataFrame:
+    """Lost of states by protocol and flush left out, a column a file system: for reading."""
+    table = power.by_directory(loss)
+    table = table.assign(flushed=table["omitted"].map(power.SAYS_OMITTED))
+    return _unless_skipped(_side_by_side(table, ["protocol", "flushed"]), skipped)
+
+
+def _side_by_side(counts: pd.DataFrame, rows: list[str]) -> pd.DataFrame:
     if counts.empty:
-        return not_run(skipped or {})
-    arm = ["mode", "protocol", "workload"]
+        return counts
     lost = (counts["acknowledged"] - counts["kept_newest"]).astype(str)
     cells = counts.assign(lost=lost + " of " + counts["acknowledged"].astype(str))
-    wide = cells.pivot(index=arm, columns="filesystem", values="lost").fillna("")
+    wide = cells.pivot(index=rows, columns="filesystem", values="lost").fillna("")
     columns = power.ranked(wide.columns, power.FILESYSTEMS)
-    return wide.loc[pd.MultiIndex.from_frame(counts[arm].drop_duplicates()), columns].reset_index()
+    order = pd.MultiIndex.from_frame(counts[rows].drop_duplicates())
+    return wide.loc[order, columns].reset_index()
 
 
 _SOMETHING = "'acknowledged': states with something to lose."
