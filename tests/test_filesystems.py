@@ -10,6 +10,7 @@ import shutil
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import demand_power
 from devices import fresh, in_namespace
@@ -138,11 +139,15 @@ def test_tools_are_found_where_administrators_keep_them_though_path_leaves_that_
 
 
 def test_finding_out_leaves_no_descriptor_process_or_mount():
-    before = os.listdir("/proc/self/fd"), Path("/proc/self/mounts").read_text()
+    def held():  # other tests of this worker may have left a pool of processes to be used again
+        children = {child.pid for child in psutil.Process().children()}
+        return set(os.listdir("/proc/self/fd")) | children, Path("/proc/self/mounts").read_text()
+
+    descriptors_and_processes, mounted = held()
     support()
-    assert (os.listdir("/proc/self/fd"), Path("/proc/self/mounts").read_text()) == before
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    found, mounted_now = held()
+    assert found <= descriptors_and_processes
+    assert mounted_now == mounted
 
 
 def test_a_skip_says_why_and_in_ci_it_is_a_failure():
