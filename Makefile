@@ -22,7 +22,7 @@ endif
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce smoke test lint lab report bench reference readme clean outdated
+.PHONY: help setup reproduce smoke test lint lab report bench soak reference readme clean outdated
 
 PY := .venv/bin/python
 # The stamp holds the path of the project: a copied folder would else run the code of the original.
@@ -106,6 +106,9 @@ report: $(READY)  ## one page with the claims and all executed notebooks, readab
 
 bench: $(READY)  ## measure speeds on this machine, beside a calibration of the same minutes
 	@$(PY) -m ckptlib.bench --only '$(ONLY)' --scratch '$(SCRATCH)' --jobs '$(JOBS)'
+
+soak: $(READY)  ## have 8 writers and 4 readers contend for one store, for a minute
+	@$(PY) -m ckptlib.soak --seconds 60 --scratch '$(SCRATCH)'
 
 reference:  ## renew the committed run of the paper profile, and the numbers in README
 	rm -rf data/reference figures/reference

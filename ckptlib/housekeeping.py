@@ -16,7 +16,7 @@ from ckptlib.errors import StoreBusy, explain
 from ckptlib.manifests import COMMIT
 from ckptlib.streams import operation
 from ckptlib.vfs import VFS, locked
-from ckptlib.write_modes import Flushes, flush_directory, replace
+from ckptlib.write_modes import Flushes, flush_directory, patiently, replace
 
 LOCK = "LOCK"
 UNCOMMITTED = ".uncommitted"
@@ -78,21 +78,22 @@ def writer(vfs: VFS, root: str):
 def quarantine(vfs: VFS, root: str, directory: str, flushes: Flushes) -> str:
     """Move a step directory aside; undone by renaming it back. Returns where it went."""
     folder = os.path.join(root, QUARANTINE)
-    if not vfs.exists(folder):
+    with operation("stat", folder):
+        there = vfs.exists(folder)
+    if not there:
         with operation("mkdir", folder):
             vfs.mkdir(folder)
     base = os.path.join(folder, os.path.basename(directory))
-    if not vfs.exists(os.path.join(directory, COMMIT)):
+    with operation("stat", directory):
+        committed, target = vfs.exists(os.path.join(directory, COMMIT)), base + UNCOMMITTED
         # never committed, so never acknowledged: one such leftover per step is enough
-        target = base + UNCOMMITTED
-        if vfs.exists(target):
-            remove(vfs, root, target, flushes)
-    else:
-        number = 0
-        while vfs.exists(target := f"{base}.{number}"):
+        taken, number = not committed and vfs.exists(target), 0
+        while committed and vfs.exists(target := f"{base}.{number}"):
             number += 1
+    if taken:
+        remove(vfs, root, target, flushes)
     with operation("rename", directory):
-        vfs.rename(directory, target)
+        patiently(lambda: vfs.rename(directory, target))
     if flushes.mode.flushes_directories:
         flush_directory(vfs, folder, flushes)
         flush_directory(vfs, root, flushes)
@@ -103,7 +104,7 @@ def remove(vfs: VFS, root: str, directory: str, flushes: Flushes) -> None:
     """Take a directory out of sight first, durably, and delete it then; COMMIT goes first."""
     trash = os.path.join(root, temps.temp_name())
     with operation("rename", directory):
-        vfs.rename(directory, trash)
+        patiently(lambda: vfs.rename(directory, trash))
     if flushes.mode.flushes_directories:
         flush_directory(vfs, os.path.dirname(directory), flushes)
     with operation("unlink", trash):

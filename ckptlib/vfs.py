@@ -92,9 +92,10 @@ class Operation:
 class File(io.RawIOBase):
     """An open file of a :class:`VFS`: unbuffered; ``write`` may be short, as the system call."""
 
-    def __init__(self, fd: int, path: str, writable: bool):
+    def __init__(self, fd: int, path: str, writable: bool, vfs: VFS | None = None):
         super().__init__()
         self._fd, self.path, self._writable = fd, path, writable
+        self._system = (REAL if vfs is None else vfs).system
 
     def readable(self) -> bool:
         return not self._writable
@@ -109,10 +110,10 @@ class File(io.RawIOBase):
         return self._fd
 
     def readinto(self, buffer) -> int:
-        return os.readv(self._fd, [buffer])
+        return self._system(os.readv, self._fd, [buffer])
 
     def write(self, data) -> int:
-        return os.write(self._fd, data)
+        return self._system(os.write, self._fd, data)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         if whence == os.SEEK_SET and offset < 0:  # as any Python file does; parsers rely on it
@@ -126,16 +127,17 @@ class File(io.RawIOBase):
         return os.fstat(self._fd)
 
     def chmod(self, mode: int) -> None:
-        os.fchmod(self._fd, mode)
+        self._system(os.fchmod, self._fd, mode)
 
     def flush_durable(self) -> str:
         """Put this file's bytes and size on the medium; return the primitive used."""
-        return durable_flush(self._fd)
+        return self._system(durable_flush, self._fd)
 
     def close(self) -> None:
         if not self.closed:
             super().close()
-            os.close(self._fd)
+            with contextlib.suppress(InterruptedError):  # the descriptor is gone: never try again
+                self._system(os.close, self._fd, repeat=False)
 
 
 class Lock:
@@ -155,6 +157,23 @@ class Lock:
 class VFS:
     """The real file system. Paths are ``str``; every method may raise ``OSError``."""
 
+    def system(self, call: Callable, *arguments, repeat: bool = True):
+        """Make a system call, and make it again if a signal interrupted it.
+
+        Python repeats reads, writes and flushes by itself (PEP 475), but not what concerns names,
+        which NFS and FUSE may interrupt as well.
+        """
+        while True:
+            try:
+                return self.once(call, *arguments)
+            except InterruptedError:
+                if not repeat:
+                    raise
+
+    def once(self, call: Callable, *arguments):
+        """Make a system call; here a fault injector comes in below all that handles faults."""
+        return call(*arguments)
+
     def create(self, path: str, *, exclusive: bool = True, permissions: int = 0o666) -> File:
         """Open for writing from zero; ``exclusive`` fails if the name exists; umask applies.
 
@@ -162,47 +181,48 @@ class VFS:
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_EXCL if exclusive else os.O_TRUNC
-        return File(os.open(path, flags, permissions), path, writable=True)
+        return File(self.system(os.open, path, flags, permissions), path, True, self)
 
     def open(self, path: str) -> File:
         """Open a regular file for reading; refuses symbolic links, devices and pipes."""
         # O_NONBLOCK: opening a FIFO somebody planted must not hang the guard.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = self.system(os.open, path, flags)
         if not stat_module.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "not a regular file", path)
-        return File(fd, path, writable=False)
+        return File(fd, path, False, self)
 
     def replace(self, source: str, target: str) -> None:
         """Rename a file onto a name, replacing what stood there, atomically."""
-        os.replace(source, target)
+        self.system(os.replace, source, target)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a directory onto a free name; a non-empty directory is never replaced."""
-        os.rename(source, target)
+        self.system(os.rename, source, target)
 
     def mkdir(self, path: str) -> None:
-        os.mkdir(path)
+        self.system(os.mkdir, path)
 
     def rmdir(self, path: str) -> None:
-        os.rmdir(path)
+        self.system(os.rmdir, path)
 
     def unlink(self, path: str) -> None:
-        os.unlink(path)
+        self.system(os.unlink, path)
 
     def symlink(self, target: str, path: str) -> None:
-        os.symlink(target, path)
+        self.system(os.symlink, target, path)
 
     def readlink(self, path: str) -> str:
-        return os.readlink(path)
+        return self.system(os.readlink, path)
 
     def list(self, path: str) -> list[str]:
         """Names in a directory, sorted, so that every caller sees one order."""
-        return sorted(os.listdir(path))
+        return sorted(self.system(os.listdir, path))
 
     def stat(self, path: str) -> os.stat_result:
         """``lstat``: a link is reported as a link."""
-        return os.lstat(path)
+        return self.system(os.lstat, path)
 
     def flush_dir(self, path: str) -> str:
         """Put a directory's entries on the medium.
@@ -213,9 +233,9 @@ class VFS:
             The primitive, or ``unsupported:NAME`` where the file system has no such flush
             (EINVAL, ENOTSUP: some FUSE, SMB and shared-folder mounts).
         """
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = self.system(os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return durable_flush(fd)
+            return self.system(durable_flush, fd)
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 return f"unsupported:{errno.errorcode[error.errno]}"
@@ -225,9 +245,10 @@ class VFS:
 
     def lock(self, path: str) -> Lock:
         """Take the writer's lock or raise ``BlockingIOError`` at once."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = self.system(os.open, path, flags, 0o666)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.system(fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
             os.close(fd)
             raise
@@ -244,7 +265,7 @@ class VFS:
 
 class _LayeredFile(File):
     def __init__(self, layer: LayeredVFS, inner: File):
-        super().__init__(inner.fileno(), inner.path, inner.writable())
+        super().__init__(inner.fileno(), inner.path, inner.writable(), layer.inner)
         self._layer, self._inner, self._offset = layer, inner, 0
 
     def readinto(self, buffer) -> int:

@@ -46,6 +46,8 @@ def world(kind: str = "paper", *, runs: int = 40, saves: int = 40, seeds: int = 
         "training": training(),
         "timeline": timeline(),
         "power_loss": power_loss(good, min(seeds, 3)),
+        "crash_operations": crash_operations(good),
+        "errors": operation_errors(good),
     }
     return {name: canonical(frame, name) for name, frame in tables.items()}
 
@@ -290,3 +292,68 @@ def story_events() -> pd.DataFrame:
         (10, "application", "mark", "save of step 3 begins", 0),
     ]
     return pd.DataFrame(rows, columns=["index", "lane", "kind", "label", "size"])
+
+
+FLOWS = ("first save", "later save", "recovery", "overwrite")
+KILLED = ("stat", "create", "write", "flush", "close", "replace", "flush_dir", "read")
+_RIGHT = {"EINTR": "absorbed", "short write": "absorbed", "lying flush": "retried"}
+
+
+def crash_operations(good=True, every=1) -> pd.DataFrame:
+    """Kills at all places of a few flows: before the commit the old one is found, then the new."""
+    rows = []
+    for flow in FLOWS:
+        single = flow == "overwrite"
+        protocols = ("single_file",) if single else ("per_file", "batched")
+        arms = [(m, p) for m in MODES for p in protocols if (m, p) != ("unsafe", "batched")]
+        for mode, protocol in arms:
+            places = 24 + 3 * len(mode) % 8
+            for place in range(0, places, every):
+                late = place > places * 2 // 3
+                torn = single and mode == "unsafe" and 4 < place < 20
+                outcome = "unrecoverable" if torn else "kept" if late else "lost_unacknowledged"
+                fine = good or place % 9 != 4
+                if not fine:
+                    outcome = ("false_accept", "mixed")[place % 2]
+                rows.append({
+                    "flow": flow, "mode": mode, "protocol": protocol, "method": "sigkill",
+                    "crash_point": f"before {KILLED[place % 8]} model.pt", "seed": 1,
+                    "place": place, "places": places, "operation_index": place // 2,
+                    "operation": KILLED[place % 8], "name": "model.pt",
+                    "position": ("before", "after")[place % 2], "prefix": 0, "errno": "", "step": 3,
+                    "in_flight_step": pd.NA if late else 3, "acknowledged_step": 2,
+                    "recovered_step": 3 if late else 2, "group_valid": late, "killed": True,
+                    "outcome": outcome, "rule": "" if fine else "3 no false accept",
+                    "expected": fine, "reason": "" if late else "missing COMMIT",
+                    "next_save_ok": fine, "leftovers": 0 if fine else 1,
+                })  # fmt: skip
+    return _number(rows)
+
+
+def operation_errors(good=True) -> pd.DataFrame:
+    """Faults at the operations of a save: absorbed, retried or refused, as declared."""
+    rows = []
+    protocols = ("per_file", "batched")
+    arms = [(m, p) for m in MODES for p in protocols if (m, p) != ("unsafe", "batched")]
+    for mode, protocol in arms:
+        for number, call in enumerate(KILLED):
+            for fault in ("EIO", "EINTR", "short write", "lying flush"):
+                if (fault == "short write") != (call == "write") and fault == "short write":
+                    continue
+                if fault == "lying flush" and not call.startswith("flush"):
+                    continue
+                result = _RIGHT.get(fault, "refused")
+                fine = good or number % 3
+                if not fine:
+                    result = "an error that is not typed"
+                rows.append({
+                    "flow": "later save", "mode": mode, "protocol": protocol, "seed": 1,
+                    "operation_index": number, "operation": call, "name": "model.pt",
+                    "fault": fault, "errno": fault if fault.startswith("E") else "",
+                    "moment": "before the commit", "right": result if fine else "refused",
+                    "result": result, "as_declared": bool(fine), "error": "WriteFailed",
+                    "acknowledged_step": 2, "recovered_step": 2, "outcome": "lost_unacknowledged",
+                    "rule": "", "expected": True, "predecessor_lost": not fine, "silent": not fine,
+                    "next_save_ok": bool(fine), "leftovers": 0 if fine else 2,
+                })  # fmt: skip
+    return _number(rows)

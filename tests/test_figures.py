@@ -46,6 +46,9 @@ def _drawn(tables: dict) -> dict:
         "fig_power_damage": figures.figure_power_damage(tables["power_loss"]),
         "fig_power_directories": figures.figure_power_directories(tables["power_loss"]),
         "fig_power_story": figures.figure_power_story(story_events(), 9, {6}),
+        "fig_operations": figures.figure_operations(tables["crash_operations"]),
+        "fig_operation_kinds": figures.figure_operation_kinds(tables["crash_operations"]),
+        "fig_errors": figures.figure_errors(tables["errors"]),
         "fig_guidance": figures.figure_guidance(cost, 0.01),
         "fig_claims": figures.figure_claims(judged),
     }

@@ -25,7 +25,7 @@ FLOORS = (
     ("faults", "crashes"),
     ("experiments",),
     ("analysis",),
-    ("__main__", "bench", "reproduce", "report", "readme", "replay"),
+    ("__main__", "bench", "reproduce", "report", "readme", "replay", "soak"),
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
 

@@ -133,6 +133,15 @@ def all_kinds(found: Interval, published: float) -> Judgement:
 
 
 @_rule
+def at_every_place(found: Interval, published: float) -> Judgement:
+    """It held at every place that was tried; places are listed and not drawn, so no interval."""
+    if not found.n:
+        return Judgement(NOT_COMPARABLE, found, found.method)
+    count = Interval(found.rate, np.nan, np.nan, "count", found.n, found.k)
+    return _judge(found.k == found.n, count, f"{found.k} of {found.n} places to die")
+
+
+@_rule
 def above(found: Interval, published: float, threshold: float, widest: float) -> Judgement:
     """The whole interval lies above the threshold; one that holds it must not exceed `widest`."""
     return _side(found.low > threshold, found, "above", threshold, widest)

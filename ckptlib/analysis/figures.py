@@ -3,7 +3,8 @@
 Each function takes tables as the registry describes them and returns a figure that knows its
 caption (with n and the kind of interval), its alt text and the plotted data. `save` writes it.
 The figures beyond the paper's are in :mod:`ckptlib.analysis.figures_more`, those of power loss in
-:mod:`ckptlib.analysis.figures_power`; they are offered here as well.
+:mod:`ckptlib.analysis.figures_power` and :mod:`ckptlib.analysis.figures_operations`; they are
+offered here as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from ckptlib.analysis.figures_more import (
     figure_outcomes,
     figure_process,
     figure_training,
+)
+from ckptlib.analysis.figures_operations import (
+    figure_errors,
+    figure_operation_kinds,
+    figure_operations,
 )
 from ckptlib.analysis.figures_power import (
     figure_power_damage,
@@ -57,7 +63,10 @@ __all__ = [
     "figure4_corruption",
     "figure5_timeline",
     "figure_claims",
+    "figure_errors",
     "figure_guidance",
+    "figure_operation_kinds",
+    "figure_operations",
     "figure_outcomes",
     "figure_power_damage",
     "figure_power_directories",

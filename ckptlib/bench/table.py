@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ckptlib.bench import calibration, power
+from ckptlib.bench import calibration, kills, power
 from ckptlib.bench.frame import CALIBRATION, Benchmark
 from ckptlib.crashes.filesystems import MAIN
 
@@ -26,6 +26,16 @@ def table(jobs: int) -> list[Benchmark]:
                 peer=f"power/{name}/1" if workers > 1 else "",
             )
             for name in MAIN
+            for workers in dict.fromkeys((1, jobs))
+        ),
+        *(
+            Benchmark(
+                f"kill/{workers}",
+                f"saves killed and judged, {workers} worker{'s'[: workers > 1]}",
+                "trials/s",
+                partial(kills.killing, workers),
+                peer="kill/1" if workers > 1 else "",
+            )
             for workers in dict.fromkeys((1, jobs))
         ),
     ]  # fmt: skip

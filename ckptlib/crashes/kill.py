@@ -26,6 +26,7 @@ from ckptlib.errors import CkptError, InvalidInput, explain
 from ckptlib.vfs import REAL, VFS, LayeredVFS, Operation
 
 BEFORE, DURING, AFTER = "before", "during", "after"
+PAGE, PAGES = 4096, 4  # bytes; page boundaries of a write that are tried, at most
 TIMEOUT_S = 60.0  # after which a child is taken to hang
 _ENDED, _FAILED = 0, 1
 Action = Callable[[VFS, Callable[[int], None]], None]
@@ -66,12 +67,24 @@ def name_of(op: Operation) -> str:
 
 
 def every_point(operations: Sequence[Operation]) -> Iterator[Point]:
-    """Before and after every operation of a trace, and in the middle of every write."""
+    """Before and after every operation of a trace, and in the middle of every write.
+
+    A write is cut after its first byte, after half of it, before its last byte, and at some of the
+    boundaries of pages.
+    """
     for op in operations:
         yield Point.at(op, BEFORE)
-        if op.call == "write" and op.size > 1:
-            yield Point.at(op, DURING, op.size // 2)
+        if op.call == "write":
+            for prefix in _prefixes(op.size):
+                yield Point.at(op, DURING, prefix)
         yield Point.at(op, AFTER)
+
+
+def _prefixes(size: int) -> list[int]:
+    """How many bytes of a write are done when it is cut; never none and never all."""
+    pages = range(PAGE, size, PAGE)
+    chosen = {1, size // 2, size - 1, *pages[:: -(-len(pages) // PAGES) or 1]}
+    return sorted(prefix for prefix in chosen if 0 < prefix < size)
 
 
 def before(operations: Sequence[Operation], name: str) -> Point:

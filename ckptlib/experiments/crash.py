@@ -22,23 +22,13 @@ from ckptlib.crashes.kill import Point, StrikingVFS
 from ckptlib.crashes.oracle import FILE, Aftermath, Judgement, Ledger
 from ckptlib.errors import CkptError, InvalidInput, explain
 from ckptlib.experiments import payloads, registry
+from ckptlib.experiments.flows import FILE_ARMS, GROUP_ARMS, MODEL, NAME, SINGLE_FILE
 from ckptlib.guard import verify
 from ckptlib.manifests import COMMIT, MANIFEST
 from ckptlib.store import CheckpointStore
 from ckptlib.vfs import REAL, VFS, Operation, RecordingVFS
 from ckptlib.write_modes import install
 
-SINGLE_FILE = "single_file"  # the protocol that is no group: install() over one name
-GROUP_ARMS = (
-    ("unsafe", "per_file"),
-    ("atomic_nodirsync", "per_file"),
-    ("atomic_dirsync", "per_file"),
-    ("atomic_nodirsync", "batched"),
-    ("atomic_dirsync", "batched"),
-)
-FILE_ARMS = tuple((mode, SINGLE_FILE) for mode, protocol in GROUP_ARMS if protocol == "per_file")
-MODEL = "model.pt"
-NAME = "checkpoint.pt"  # of the single file
 Locate = Callable[[list[Operation]], Point]
 
 #: What each crash point means, and how it is found in a recorded trace of the same save.
