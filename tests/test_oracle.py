@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -322,6 +323,20 @@ def test_a_single_file_of_an_older_save_is_a_lost_acknowledged_one(single):
 
 
 # -- what comes after ---------------------------------------------------------------------------
+
+
+def test_a_store_whose_directory_cannot_be_read_is_a_next_save_that_failed(tmp_path, monkeypatch):
+    """As ext4 has it (EBADMSG) after a device had lied about its flushes."""
+    damaged = Case(tmp_path / "store", "atomic_dirsync")
+
+    def unreadable(path):
+        raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), path)
+
+    monkeypatch.setattr(oracle.REAL, "list", unreadable)
+    found = judge(damaged.path, damaged.ledger, "atomic_dirsync")
+    assert found.outcome == "unrecoverable"
+    after = next_save(damaged.path, 4, {"model": {"step": 4}}, "atomic_dirsync", "batched")
+    assert (after.next_save_ok, after.broken) == (False, {6})
 
 
 def test_the_next_save_clears_what_a_killed_one_left(case):

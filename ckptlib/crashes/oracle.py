@@ -395,7 +395,10 @@ def next_save(store, step: int, parts: Mapping[str, object], mode, protocol: str
         works = bool(fresh.verify(step)) and fresh.steps()[:1] == [step]
     except (CkptError, OSError):
         works = False
-    return Aftermath(works, len(leftovers(store)))
+    try:
+        return Aftermath(works, len(leftovers(store)))
+    except OSError:  # a device that lies can damage the directories themselves
+        return Aftermath(False, 0)
 
 
 def leftovers(store) -> list[str]:

@@ -181,6 +181,8 @@ class Judge:
                 paths = sorted(root.rglob("*")) if root.exists() else []
                 lines = [self._line(path) for path in paths]
                 return "\n".join(lines) or "(nothing)"
+            except OSError as error:  # the directories themselves can be damaged
+                return f"(it cannot be read: {errno.errorcode.get(error.errno or 0, error)})"
             finally:
                 mounts.unmount(str(self._mountpoint))
 
