@@ -1,22 +1,23 @@
-"""What came of kills at every operation, and of every operation failing: counts and sentences.
+"""Kills at every operation, and every operation failing: what is selected, and what is counted.
 
-The places to die follow from the code and are listed, not drawn, so nothing here has an interval:
-"N of N places tried" is all there is to say of them.
+The places to die follow from the code and are listed, not drawn, and so are the faults. They are
+counted as "n of N tried", without an interval.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
-from ckptlib.analysis import stats, tables
-from ckptlib.crashes.oracle import LOST, OUTCOMES
-from ckptlib.experiments.flows import FLOWS
+from ckptlib.analysis import stats
+from ckptlib.crashes.kill import AFTER, BEFORE
+from ckptlib.crashes.oracle import LOST, OUTCOMES, REASONS
+from ckptlib.experiments.flows import FLOWS, SINGLE_FILE
 from ckptlib.faults import errors
+from ckptlib.write_modes import WriteMode
 
-ARM = ["mode", "protocol"]
-PROTOCOLS = ("per_file", "batched", "single_file")
+ROW = ["flow", "mode", "protocol"]  # what has places of its own
 #: Outcomes from the best to the worst, as they are shown.
 SHOWN = tuple(reversed(OUTCOMES))
 #: File operations in the order in which a save has them, for showing.
@@ -26,26 +27,45 @@ CALLS = (
 )
 
 
-def ranked(found, order) -> list[str]:
+def ranked(found: Iterable[str], order: Iterable[str]) -> list[str]:
     """Distinct values in a given order; others follow."""
-    names = list(dict.fromkeys(found))
-    return [n for n in order if n in names] + [n for n in names if n not in order]
+    names, known = list(dict.fromkeys(found)), list(order)
+    return [n for n in known if n in names] + [n for n in names if n not in known]
 
 
-def arms(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """Modes and protocols that occur, in the order in which they are shown."""
-    there = set(rows[ARM].itertuples(index=False, name=None))
-    wanted = [(m, p) for m in stats.in_order(rows["mode"]) for p in PROTOCOLS]
-    return [arm for arm in wanted if arm in there]
+def atomic(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the modes that promise something about what was acknowledged."""
+    return rows[[WriteMode.of(mode).atomic for mode in rows["mode"]]]
 
 
-def flow_table() -> pd.DataFrame:
-    """What the flows are, for reading."""
-    return pd.DataFrame([(name, flow.says) for name, flow in FLOWS.items()],
-                        columns=["flow", "what is cut short"])  # fmt: skip
+def _count(flags: pd.Series) -> int:
+    return int(flags.astype(bool).sum())
+
+
+def _counts(names: pd.Series, order: Sequence[str]) -> dict[str, int]:
+    """A count for each name of an order, none of them left out, and for whatever else occurs."""
+    found = names.value_counts()
+    order = [*order, *(name for name in ranked(names, order) if name not in order)]
+    return {name: int(found.get(name, 0)) for name in order}
 
 
 # -- kills ----------------------------------------------------------------------------------------
+
+
+def tried(kills: pd.DataFrame) -> tuple[int, int]:
+    """Places at which a process was killed, and places that there are, over all flows and arms."""
+    there = kills.groupby(ROW)["places"].max()
+    return len(kills[[*ROW, "place"]].drop_duplicates()), int(there.sum())
+
+
+def positions(places: Iterable[dict], traced: Mapping[tuple, Sequence]) -> pd.DataFrame:
+    """By flow and arm, the operations of its trace, and how many have a place on either side."""
+    struck = pd.DataFrame(places).groupby([*ROW, "position"])["operation_index"].nunique()
+    rows = [
+        (*of, len(trace), *(int(struck.get((*of, side), 0)) for side in (BEFORE, AFTER)))
+        for of, trace in traced.items()
+    ]
+    return pd.DataFrame(rows, columns=[*ROW, "operations", BEFORE, AFTER])
 
 
 def by_flow(kills: pd.DataFrame) -> pd.DataFrame:
@@ -53,147 +73,131 @@ def by_flow(kills: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for flow in ranked(kills["flow"], FLOWS):
         part = kills[kills["flow"] == flow]
-        for mode, protocol in arms(part):
-            own = part[(part["mode"] == mode) & (part["protocol"] == protocol)]
-            counts = own["outcome"].value_counts()
+        for mode, protocol in stats.arms(part):
+            own = stats.arm(part, mode, protocol)
             rows.append(
-                {"flow": flow, "mode": mode, "protocol": protocol, "places": own["places"].max(),
-                 "tried": own["place"].nunique(), "kills": len(own)}
-                | {name: int(counts.get(name, 0)) for name in SHOWN}
-                | {"unexpected": int((~own["expected"]).sum()),
-                   "next_save_failed": int((~own["next_save_ok"]).sum()),
+                {"flow": flow, "mode": mode, "protocol": protocol,
+                 "places": int(own["places"].max()), "tried": own["place"].nunique(),
+                 "kills": len(own)}
+                | _counts(own["outcome"], SHOWN)
+                | {"unexpected": _count(~own["expected"]),
+                   "next_save_failed": _count(~own["next_save_ok"]),
                    "leftovers": int(own["leftovers"].sum())}
             )  # fmt: skip
     return pd.DataFrame(rows)
 
 
 def by_call(kills: pd.DataFrame) -> pd.DataFrame:
-    """Counts of kills and of losses by operation and arm, and the worst outcome that occurred."""
+    """Counts by operation and arm: kills, each outcome, losses, and the worst that occurred."""
     rows = []
     for call in ranked(kills["operation"], CALLS):
-        for mode, protocol in arms(kills):
-            own = kills[(kills["operation"] == call) & (kills["mode"] == mode)]
-            own = own[own["protocol"] == protocol]
-            if len(own):
-                worst = min(own["outcome"], key=OUTCOMES.index)
-                lost = int(own["outcome"].isin(LOST).sum())
-                rows.append((call, mode, protocol, len(own), lost, worst))
-    return pd.DataFrame(rows, columns=["operation", *ARM, "kills", "lost", "worst"])
+        part = kills[kills["operation"] == call]
+        for mode, protocol in stats.arms(part):
+            own = stats.arm(part, mode, protocol)
+            rows.append(
+                {"operation": call, "mode": mode, "protocol": protocol, "kills": len(own)}
+                | _counts(own["outcome"], SHOWN)
+                | {"lost": _count(own["outcome"].isin(LOST)),
+                   "unexpected": _count(~own["expected"]),
+                   "worst": min(own["outcome"], key=OUTCOMES.index)}
+            )  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def by_reason(kills: pd.DataFrame) -> pd.DataFrame:
-    """Why the checkpoint in flight was refused, in kills at saves of a group; a column a reason."""
-    own = kills[(kills["protocol"] != "single_file") & ~kills["group_valid"]]
-    own = own[own["in_flight_step"].notna()]
-    wide = own.groupby([*ARM, "reason"], sort=False).size().unstack(fill_value=0)
-    order = pd.MultiIndex.from_tuples(arms(own), names=ARM)
-    return wide.reindex(order).reset_index()
+    """By arm, of the kills amid the save of a group: how many are valid, and why the others not."""
+    own = kills[(kills["protocol"] != SINGLE_FILE) & kills["in_flight_step"].notna()]
+    refused = own[~own["group_valid"].astype(bool)]
+    reasons = ranked(refused["reason"], REASONS)
+    rows = []
+    for mode, protocol in stats.arms(own):
+        part, why = stats.arm(own, mode, protocol), stats.arm(refused, mode, protocol)["reason"]
+        rows.append(
+            {"mode": mode, "protocol": protocol, "kills": len(part), "valid": len(part) - len(why)}
+            | _counts(why, reasons)
+        )
+    return pd.DataFrame(rows)
 
 
-def told(kills: pd.DataFrame) -> str:
-    """How many places there are, how many were tried, and where in the operation."""
-    seeds, table = kills["seed"].nunique(), by_flow(kills)
-    places, tried = int(table["places"].sum()), int(table["tried"].sum())
-    share = "all tried" if tried == places else f"{tried:,} of them tried, a sample"
-    how = kills["position"].value_counts()
-    parts = ", ".join(f"{int(how.get(p, 0)):,} {p}" for p in ("before", "during", "after"))
-    times = "" if seeds == 1 else f", with {seeds} seeds"
-    return (
-        f"**{places:,} operation boundaries, {share}**{times}: {len(kills):,} processes killed "
-        f"({parts} an operation), in {len(table)} arms of {table['flow'].nunique()} flows."
-    )
-
-
-def promises(kills: pd.DataFrame) -> str:
-    """What was lost, by mode and kind of checkpoint, and promises broken, as a list in markdown."""
-    lines = []
-    for single in (False, True):
-        part = kills[(kills["protocol"] == "single_file") == single]
-        for mode in stats.in_order(part["mode"]):
-            own = part[part["mode"] == mode]
-            lost = int(own["outcome"].isin(LOST).sum())
-            kind = "single file" if single else "groups"
-            lines.append(f"- {kind}, `{mode}`: lost after **{lost:,} of {len(own):,}** kills")
-    broken = int((~kills["expected"]).sum())
-    lines.append(f"- promises broken, all modes: **{broken} of {len(kills):,}**")
-    return "\n".join(lines)
+def torn(kills: pd.DataFrame, mode: str) -> pd.DataFrame:
+    """By flow of a single file, the kills after which nothing loads of what was acknowledged."""
+    single = stats.arm(kills, mode, SINGLE_FILE)
+    single = single[single["acknowledged_step"].notna()]
+    rows = []
+    for flow in ranked(single["flow"], FLOWS):
+        own = single[single["flow"] == flow]
+        lost = _count(own["outcome"].isin(LOST))
+        rows.append((flow, int(own["places"].max()), len(own), lost))
+    return pd.DataFrame(rows, columns=["flow", "places", "kills", "lost"])
 
 
 # -- errors ---------------------------------------------------------------------------------------
 
 
+def wrong(failed: pd.DataFrame) -> pd.Series:
+    """Faults of which something came that must not: undeclared, silent, or against a promise."""
+    fine = failed["as_declared"] & ~failed["silent"] & failed["expected"] & failed["next_save_ok"]
+    return ~fine | (failed["leftovers"] > 0)
+
+
+def _after(own: pd.DataFrame) -> dict[str, int]:
+    return {
+        "predecessor_lost": _count(own["predecessor_lost"]),
+        "silent": _count(own["silent"]),
+        "next_save_failed": _count(~own["next_save_ok"]),
+        "leftovers": int(own["leftovers"].sum()),
+    }
+
+
 def by_result(failed: pd.DataFrame) -> pd.DataFrame:
-    """Counts by arm: what came of the faults, and whether it was as declared."""
+    """Counts by arm: faults, how many as declared, each result, and what must not be."""
+    results = ranked([*errors.RESULTS, *failed["result"]], errors.RESULTS)
     rows = []
-    for mode, protocol in arms(failed):
-        own = failed[(failed["mode"] == mode) & (failed["protocol"] == protocol)]
-        counts = own["result"].value_counts()
+    for mode, protocol in stats.arms(failed):
+        own = stats.arm(failed, mode, protocol)
         rows.append(
-            {"mode": mode, "protocol": protocol, "faults": len(own)}
-            | {name: int(counts.get(name, 0)) for name in ranked(counts.index, errors.RESULTS)}
-            | {"otherwise_than_declared": int((~own["as_declared"]).sum()),
-               "predecessor_lost": int(own["predecessor_lost"].sum()),
-               "silent": int(own["silent"].sum()),
-               "next_save_failed": int((~own["next_save_ok"]).sum()),
-               "leftovers": int(own["leftovers"].sum())}
+            {"mode": mode, "protocol": protocol, "faults": len(own),
+             "as_declared": _count(own["as_declared"])}
+            | _counts(own["result"], results) | _after(own)
         )  # fmt: skip
-    return pd.DataFrame(rows).fillna(0)
+    return pd.DataFrame(rows)
 
 
 def by_fault(failed: pd.DataFrame) -> pd.DataFrame:
-    """Counts by operation and fault: each result, and how many were not as declared."""
+    """Counts by operation and fault: faults, as declared, each result, and what must not be."""
+    results = ranked([*errors.RESULTS, *failed["result"]], errors.RESULTS)
     rows = []
     for call in ranked(failed["operation"], CALLS):
-        for fault in errors.FAULTS:
-            own = failed[(failed["operation"] == call) & (failed["fault"] == fault)]
-            if len(own):
-                results = ", ".join(ranked(own["result"], errors.RESULTS))
-                otherwise = int((~own["as_declared"]).sum())
-                rows.append((call, fault, len(own), results, otherwise))
-    columns = ["operation", "fault", "faults", "results", "otherwise_than_declared"]
-    return pd.DataFrame(rows, columns=columns)
+        part = failed[failed["operation"] == call]
+        for fault in ranked(part["fault"], errors.FAULTS):
+            own = part[part["fault"] == fault]
+            rows.append(
+                {"operation": call, "fault": fault, "faults": len(own),
+                 "as_declared": _count(own["as_declared"]), "wrong": _count(wrong(own))}
+                | _counts(own["result"], results) | _after(own)
+            )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+# -- by these names, notebook 09 says it ----------------------------------------------------------
+
+
+def told(kills: pd.DataFrame) -> str:
+    """See :func:`.operations_told.places`."""
+    from ckptlib.analysis import operations_told  # it imports this module
+
+    return operations_told.places(kills)
+
+
+def promises(kills: pd.DataFrame) -> str:
+    """See :func:`.operations_told.lost`."""
+    from ckptlib.analysis import operations_told
+
+    return operations_told.lost(kills)
 
 
 def told_errors(failed: pd.DataFrame) -> str:
-    """What came of the faults, in sentences."""
-    counts = failed["result"].value_counts()
-    kinds = ", ".join(
-        f"{int(counts[name]):,} {name}" for name in ranked(counts.index, errors.RESULTS)
-    )
-    atomic = failed[failed["mode"] != "unsafe"]
-    weak = failed[failed["mode"] == "unsafe"]
-    return (
-        f"{len(failed):,} faults: {kinds}. Otherwise than declared: "
-        f"**{int((~failed['as_declared']).sum())}**. Told to be done and not done: "
-        f"**{int(failed['silent'].sum())}**. Predecessor lost: "
-        f"**{int(atomic['predecessor_lost'].sum())} of {len(atomic):,}** in the atomic modes, "
-        f"{int(weak['predecessor_lost'].sum())} of {len(weak):,} in `unsafe`. After the next save "
-        f"**{int(failed['leftovers'].sum())}** leftovers."
-    )
+    """See :func:`.operations_told.failures`."""
+    from ckptlib.analysis import operations_told
 
-
-# -- printed --------------------------------------------------------------------------------------
-
-TABLES = {
-    "table_operations": (
-        by_flow,
-        "A real SIGKILL at every operation: before it, after it, and amid every write. 'places' "
-        "are the boundaries that a flow has, 'tried' those at which a process was killed. Counts "
-        "of kills; places are listed and not drawn, so there is no interval.",
-    ),
-    "table_operation_reasons": (
-        by_reason,
-        "Why the group in flight was refused after a kill, by write mode. Counts of kills.",
-    ),
-    "table_errors": (
-        by_result,
-        "Every operation fails in every way, once. Counts of faults by what came of them; "
-        "'silent': the caller was told success and it was none.",
-    ),
-}
-
-
-def save(name: str, rows: pd.DataFrame, folder: Path) -> tables.SavedTable:
-    """Make one of :data:`TABLES` and write it."""
-    make, caption = TABLES[name]
-    return tables.save(make(rows), name, folder, caption)
+    return operations_told.failures(failed)
